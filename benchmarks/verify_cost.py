@@ -62,7 +62,7 @@ def main() -> None:
     ids = torch.randint(0, 4096, (shape["batch"], shape["width"]), device=options.device)
     with torch.no_grad(), replay.record() as recording:
         model(input_ids=ids)
-    given = recording.batch()
+    replayed = recording.batch()
     watch = AlignmentWatch()
 
     # On one core the time that this process has computed, which does not count what else the machine does.
@@ -78,13 +78,13 @@ def main() -> None:
         return clock() - start
 
     def score(observe: bool) -> None:
-        with torch.no_grad(), replay.replay(given, observe=observe) as replaying:
+        with torch.no_grad(), replay.replay(replayed, observe=observe) as replaying:
             model(input_ids=ids).logits.float().logsumexp(-1)
         if observe:
             seen.append(replaying.native())
 
     def update() -> None:
-        with replay.replay(given):
+        with replay.replay(replayed):
             loss = model(input_ids=ids).logits.float().logsumexp(-1).mean()
         loss.backward()
         model.zero_grad(set_to_none=True)
@@ -101,20 +101,20 @@ def main() -> None:
     score(observe=True)
     native = seen.pop()
     sampled = np.tile(np.arange(shape["width"]) >= shape["width"] // 4, shape["batch"])
-    table, history = watch.measure(native, given, layout, 0, sampled), EvidenceHistory()
+    table, history = watch.measure(native, replayed, layout, 0, sampled), EvidenceHistory()
     verdict = judge(table, history)
     assert verdict.aligned, verdict
     scores = torch.rand(layout.num_rows, shape["experts"], device=options.device)
 
     parts: dict[str, Callable[[], object]] = {
         "native top-k of all rows and layers": native_choice,
-        "watch.measure": lambda: watch.measure(native, given, layout, 1, sampled),
+        "watch.measure": lambda: watch.measure(native, replayed, layout, 1, sampled),
         "judge": lambda: judge(table.with_vector(table.vector().cpu()), history),  # a new table: nothing is remembered
     }
 
     def watched_step() -> None:
         score(observe=True)
-        found = watch.measure(seen.pop(), given, layout, 1, sampled)
+        found = watch.measure(seen.pop(), replayed, layout, 1, sampled)
         judge(found.with_vector(found.vector().cpu()), history)
         update()
 

@@ -134,8 +134,8 @@ def test_routes_of_verl(names: dict[str, Any], tmp_path: Path) -> None:
 def test_the_shift_test_and_the_watch(names: dict[str, Any]) -> None:
     names["replay"].detach()
     names["replay"] = mr.attach(names["model"])
-    given = mr.RouteBatch.from_traces(names["traces"], names["layout"])
-    names |= {"given": given, "step": 1, "sampled": None, "log": {}, "loss_of": lambda output: output.logits.mean()}
+    routes = mr.RouteBatch.from_traces(names["traces"], names["layout"])
+    names |= {"routes": routes, "step": 1, "sampled": None, "log": {}, "loss_of": lambda output: output.logits.mean()}
     names["device"] = torch.device("cpu")
     run("verify.md", names, 2)
     assert set(names["log"]) == {"routing/aligned", "routing/misalignment_evidence"}

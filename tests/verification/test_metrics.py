@@ -97,9 +97,9 @@ def test_load_and_coverage_leave_padding_out() -> None:
 
 def test_routes_of_some_layers_count_in_their_own_layers() -> None:
     """As of pipeline chunks: one has layer 3 only, one has no router at all."""
-    given = [[[0, 1], [0, 1]], [[0, 1], [2, 3]]]
-    last, layout = routes(given, layers=(3,))
-    nothing, _ = routes(given, layers=())
+    replayed = [[[0, 1], [0, 1]], [[0, 1], [2, 3]]]
+    last, layout = routes(replayed, layers=(3,))
+    nothing, _ = routes(replayed, layers=())
     unrouted = mr.RouteBatch.recorded({}, TOPOLOGY)  # (0, 0, K): what such a chunk records
     assert nothing.num_rows != unrouted.num_rows
     metrics = accumulator()
@@ -149,10 +149,10 @@ def add_share(metrics: MetricAccumulator, share: int) -> None:
     metrics.add_logprobs("a_vs_b", torch.zeros_like(values), values)
     metrics.add_maximum("largest", values.abs() + share)
     layers = (1,) if share == 0 else (3,)
-    (given, layout), (other, _) = routes(GIVEN, layers=layers), routes(OTHER, layers=layers)
-    metrics.add_agreement(given, other)
-    metrics.add_load(given, layout)
-    metrics.add_coverage(given, layout, replayed=True)
+    (replayed, layout), (other, _) = routes(GIVEN, layers=layers), routes(OTHER, layers=layers)
+    metrics.add_agreement(replayed, other)
+    metrics.add_load(replayed, layout)
+    metrics.add_coverage(replayed, layout, replayed=True)
 
 
 def reduce_on_rank() -> tuple[dict[str, float], dict[str, float], int]:

@@ -44,10 +44,10 @@ def batches(seed: int, layout: mr.TokenLayout, holes: bool) -> tuple[mr.RouteBat
     scores = chance.normal(size=(len(STAGE), layout.num_tokens, NUM_EXPERTS))
     scores[:, 1:] += scores[:, :-1]
     scores = scores[:, np.maximum(layout.rows, 0)]
-    native, given = (
+    native, replayed = (
         np.argsort(-(scores + noise * chance.normal(size=scores.shape)), -1)[..., :TOP_K] for noise in (0, 0.7)
     )
-    given[:, chance.random(layout.num_rows) < 0.1] = 0
+    replayed[:, chance.random(layout.num_rows) < 0.1] = 0
     held = np.broadcast_to(layout.rows >= 0, native.shape[:2])
     covered = [held & (chance.random(held.shape) < share) if holes else held for share in (0.95, 0.8)]
 
@@ -61,7 +61,7 @@ def batches(seed: int, layout: mr.TokenLayout, holes: bool) -> tuple[mr.RouteBat
             num_experts=NUM_EXPERTS,
         )
 
-    return batch(native, covered[0] if holes else np.ones_like(held)), batch(given, covered[1])
+    return batch(native, covered[0] if holes else np.ones_like(held)), batch(replayed, covered[1])
 
 
 LAYOUTS = {
@@ -75,38 +75,40 @@ LAYOUTS = {
 @pytest.mark.parametrize("holes", [False, True], ids=["covered", "with holes"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_the_table_of_the_watch_is_that_of_the_rows_and_layers_it_has_drawn(layout, holes):
-    native, given = batches(layout.num_rows, layout, holes)
+    native, replayed = batches(layout.num_rows, layout, holes)
     watch, step = AlignmentWatch(layers=3, sequences=2, tokens=9), 5
     sampled = np.arange(layout.num_tokens) % 3 > 0
-    table = watch.measure(native, given, layout, step, sampled)
+    table = watch.measure(native, replayed, layout, step, sampled)
 
     chance = np.random.default_rng([watch.seed, step])
     layers = tuple(sorted(chance.choice(STAGE, 3, replace=False).tolist()))
     sample = RowSample.draw(layout, chance, sequences=2, rows=18, sampled=sampled)
     rows = sample.rows[sample.present]
-    whole = shift_table(native, given, layout, rows=rows, layers=layers)
+    whole = shift_table(native, replayed, layout, rows=rows, layers=layers)
     assert whole.pairs[:, HERE, HERE, 0].sum() > 20
     torch.testing.assert_close(table.loads, whole.loads)
     torch.testing.assert_close(table.pairs, whole.pairs)
     torch.testing.assert_close(table.next_token_overlap, whole.next_token_overlap)
 
-    ours, theirs = native.select_layers(layers), given.select_layers(layers)
+    ours, theirs = native.select_layers(layers), replayed.select_layers(layers)
     expected = unit_evidence(ours, theirs, sample, NUM_EXPERTS).summed(torch.from_numpy(sample.segments))
     torch.testing.assert_close(table.log_wealth, expected.log_wealth)
     torch.testing.assert_close(table.unit_counts, expected.unit_counts)
     assert table.sequences.tolist() == lost_sequences(ours, theirs, sample, whole.chance[np.isin(LAYERS, layers), HERE])
 
 
-def lost_sequences(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSample, chance: np.ndarray) -> list[float]:
+def lost_sequences(
+    native: mr.RouteBatch, replayed: mr.RouteBatch, sample: RowSample, chance: np.ndarray
+) -> list[float]:
     """Sequences that can be judged by their prompt or by what was sampled, and those that are lost."""
     judged, lost = set(), set()
     for rows, sequence in zip(sample.rows, sample.sequence.tolist(), strict=True):
         gained, possible = [], []
         for row in rows[rows >= 0].tolist():
-            useful = [s for s, c in enumerate(chance) if 1 - c > MIN_INFORMATION and given.valid[s, row]]
+            useful = [s for s, c in enumerate(chance) if 1 - c > MIN_INFORMATION and replayed.valid[s, row]]
             if useful:
                 ours, theirs = (
-                    [set(batch.routed_experts[s, row].tolist()) for s in useful] for batch in (native, given)
+                    [set(batch.routed_experts[s, row].tolist()) for s in useful] for batch in (native, replayed)
                 )
                 shares = [len(a & b) / native.top_k for a, b in zip(ours, theirs, strict=True)]
                 gained.append(sum(shares) - sum(chance[useful]))
@@ -124,9 +126,9 @@ def lost_sequences(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSampl
 
 
 def test_sequences_that_are_lost_are_counted():
-    native, given = siblings(0)
+    native, replayed = siblings(0)
     layout = mr.TokenLayout.padded([len(trace) for trace in native])
-    spoilt = [*given[:6], *(with_routes(given[one], given[one - 5].routed_experts) for one in (6, 7))]
+    spoilt = [*replayed[:6], *(with_routes(replayed[one], replayed[one - 5].routed_experts) for one in (6, 7))]
     ours, theirs = (mr.RouteBatch.from_traces(traces, layout) for traces in (native, spoilt))
     sampled = np.tile(np.arange(70) >= 30, 8)
     watch, step = AlignmentWatch(tokens=48), 2
@@ -145,7 +147,7 @@ def mixed(log_wealth: float, share: float) -> float:
     return math.log(1 - share + share * math.exp(log_wealth))
 
 
-def wealth_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSample) -> np.ndarray:
+def wealth_by_hand(native: mr.RouteBatch, replayed: mr.RouteBatch, sample: RowSample) -> np.ndarray:
     """(kinds, stakes, H, U): every vote as docs/verify.md describes it."""
     layers, units = range(len(native.layers)), range(len(sample.rows))
 
@@ -156,7 +158,7 @@ def wealth_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSampl
         """Layer -> vote, weight, experts of the other alternative."""
         if min(row, other) < 0:
             return {}
-        both = given.valid[:, row] & native.valid[:, row] & native.valid[:, other]
+        both = replayed.valid[:, row] & native.valid[:, row] & native.valid[:, other]
         alternatives = {
             layer: (experts(native, layer, row), experts(native, layer, other)) for layer in layers if both[layer]
         }
@@ -165,7 +167,8 @@ def wealth_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSampl
         weight = weight if shifted else float(weight >= 1)
         return {
             layer: (
-                (len(there & experts(given, layer, row)) - len(own & experts(given, layer, row))) / differing[layer],
+                (len(there & experts(replayed, layer, row)) - len(own & experts(replayed, layer, row)))
+                / differing[layer],
                 weight,
                 there,
             )
@@ -206,10 +209,10 @@ def wealth_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSampl
 @pytest.mark.parametrize(("name", "holes"), [("padded", True), ("context parallel", False)])
 def test_wealth_is_what_betting_vote_by_vote_gives(name, holes):
     layout = LAYOUTS[name]
-    native, given = batches(3, layout, holes)
+    native, replayed = batches(3, layout, holes)
     sample = RowSample.draw(layout, np.random.default_rng(1), sequences=2, rows=24)
-    evidence = unit_evidence(native, given, sample, NUM_EXPERTS)
-    expected = wealth_by_hand(native, given, sample)
+    evidence = unit_evidence(native, replayed, sample, NUM_EXPERTS)
+    expected = wealth_by_hand(native, replayed, sample)
     assert np.count_nonzero(expected) > 200
     np.testing.assert_allclose(evidence.log_wealth.numpy(), expected, rtol=1e-4, atol=1e-5)
     assert evidence.counted.tolist() == expected.any((0, 1, 2)).tolist()
@@ -256,9 +259,9 @@ class Operations(TorchDispatchMode):
 
 
 def test_a_step_is_watched_with_few_operations_on_the_device_and_judged_without_any():
-    native, given = siblings(0)
+    native, replayed = siblings(0)
     layout = mr.TokenLayout.padded([len(trace) for trace in native])
-    ours, theirs = (mr.RouteBatch.from_traces(traces, layout) for traces in (native, given))
+    ours, theirs = (mr.RouteBatch.from_traces(traces, layout) for traces in (native, replayed))
     with Operations() as measuring:
         table = AlignmentWatch().measure(ours, theirs, layout, 0)
     assert measuring.count() < 200  # what they cost on a GPU is to start them

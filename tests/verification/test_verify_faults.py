@@ -44,9 +44,9 @@ pytestmark = pytest.mark.usefixtures("fast_bfloat16")
 
 @pytest.mark.parametrize("planted", GALLERY, ids=lambda planted: planted.name)
 def test_a_planted_fault_is_found_and_named(planted):
-    native, given = healthy(0, LENGTHS)
-    assert compare(native, given).aligned
-    report = compare(native, planted.plant(given))
+    native, replayed = healthy(0, LENGTHS)
+    assert compare(native, replayed).aligned
+    report = compare(native, planted.plant(replayed))
     verdict = report.verdict
     assert verdict.status == "misaligned"
     assert verdict.cause == planted.cause, report
@@ -87,10 +87,10 @@ def healthy_case(seed: int) -> tuple[Traces, Traces]:
 def test_no_false_alarm_over_200_healthy_cases():
     watch, seen = AlignmentWatch(), {"whole": [], "watch": []}
     for seed in range(200):
-        native, given = healthy_case(seed)
-        seen["whole"].append(compare(native, given).verdict)
+        native, replayed = healthy_case(seed)
+        seen["whole"].append(compare(native, replayed).verdict)
         layout = mr.TokenLayout.padded([len(t) for t in native]).sequence_major()
-        ours, theirs = mr.RouteBatch.from_traces(native, layout), mr.RouteBatch.from_traces(given, layout)
+        ours, theirs = mr.RouteBatch.from_traces(native, layout), mr.RouteBatch.from_traces(replayed, layout)
         seen["watch"].append(judge(watch.measure(ours, theirs, layout, step=seed)))
     for verdicts in seen.values():
         assert [str(v) for v in verdicts if v.status == "misaligned"] == []
@@ -103,8 +103,8 @@ def test_routes_of_other_tokens_are_found_at_many_sizes(seed):
     chance = np.random.default_rng(seed)
     experts = [8, 16, 64, 128, 256, 512][seed % 6]
     sizes = {"layers": int(chance.integers(1, 9)), "num_experts": experts, "top_k": int(chance.integers(1, 7))}
-    native, given = healthy(seed, (150, 150), **sizes)
-    exchanged = [with_routes(a, b.routed_experts, b.valid) for a, b in zip(given, reversed(given), strict=True)]
+    native, replayed = healthy(seed, (150, 150), **sizes)
+    exchanged = [with_routes(a, b.routed_experts, b.valid) for a, b in zip(replayed, reversed(replayed), strict=True)]
     verdict = compare(native, exchanged).verdict
     assert (verdict.status, verdict.cause) == ("misaligned", Cause.OTHER_SAMPLE)
     assert verdict.detail.startswith("sample 0 has the routes of sample 1, sample 1 has the routes of sample 0")
@@ -113,9 +113,9 @@ def test_routes_of_other_tokens_are_found_at_many_sizes(seed):
 @pytest.mark.parametrize("place", [0, -2])  # the last token has no route
 def test_one_made_up_row_in_each_sample_is_found(place):  # bug 20
     """Rows filled with experts at random, which look like any other."""
-    native, given = healthy(0, (20,) * 16)
+    native, replayed = healthy(0, (20,) * 16)
     chance, spoilt = np.random.default_rng(0), []
-    for trace in given:
+    for trace in replayed:
         experts = trace.routed_experts.copy()
         experts[place] = [chance.permutation(32)[:4] for _ in trace.layers]
         spoilt.append(with_routes(trace, experts))
@@ -125,13 +125,13 @@ def test_one_made_up_row_in_each_sample_is_found(place):  # bug 20
 
 
 def test_truncated_coverage_is_no_fault_but_is_named():
-    native, given = healthy(0, LENGTHS)
-    cut = [with_routes(t, t.routed_experts, t.valid & (np.arange(len(t)) < 60)[:, None]) for t in given]
+    native, replayed = healthy(0, LENGTHS)
+    cut = [with_routes(t, t.routed_experts, t.valid & (np.arange(len(t)) < 60)[:, None]) for t in replayed]
     report = compare(native, cut)
     assert report.aligned
     assert "truncated traces" in str(report)
     assert "from token 60 of 96 on in sample 0" in str(report)
-    bare = [with_routes(t, t.routed_experts, t.valid & (np.array(t.layers) != 3)) for t in given]
+    bare = [with_routes(t, t.routed_experts, t.valid & (np.array(t.layers) != 3)) for t in replayed]
     assert compare(native, bare).notes == ("no routes in layer 3",)
 
 
@@ -149,11 +149,11 @@ def test_ids_cut_to_eight_bits_and_physical_ids_are_no_trace():  # bug 27
 
 
 def test_routes_longer_than_the_truncated_response_are_refused():  # bugs 11, 18
-    native, given = healthy(0, (40, 30))
+    native, replayed = healthy(0, (40, 30))
     with pytest.raises(mr.AlignmentError, match="other tokens than the model was fed"):
-        compare([native[0][:35], native[1]], given)
+        compare([native[0][:35], native[1]], replayed)
     with pytest.raises(mr.AlignmentError, match="another length than the layout"):
-        mr.RouteBatch.from_traces(given, mr.TokenLayout.padded([35, 30]))
+        mr.RouteBatch.from_traces(replayed, mr.TokenLayout.padded([35, 30]))
 
 
 def test_another_top_k_and_all_decoder_layers_are_refused():  # bugs 1, 41
@@ -165,8 +165,8 @@ def test_another_top_k_and_all_decoder_layers_are_refused():  # bugs 1, 41
 
 
 def test_padding_rows_never_follow_routes():  # bugs 17, 20
-    _, given = healthy(0, (20, 5))
-    batch = mr.RouteBatch.from_traces(given, mr.TokenLayout.padded([20, 5]))
+    _, replayed = healthy(0, (20, 5))
+    batch = mr.RouteBatch.from_traces(replayed, mr.TokenLayout.padded([20, 5]))
     assert not batch.valid[:, 24:].any()
     assert batch.coverage is not None
     assert batch.coverage.native == 2 * 8
@@ -260,14 +260,14 @@ def test_a_decoder_built_twice_is_refused():  # bugs 3, 4, 5
 def in_training(model, traces: Traces, layout: mr.TokenLayout):
     """(native, given) of one replayed micro-batch."""
     replay = mr.attach(model)
-    given = mr.RouteBatch.from_traces(traces, layout)
+    replayed = mr.RouteBatch.from_traces(traces, layout)
     fed = torch.from_numpy(layout.fed_token_ids([t.token_ids for t in traces], pad=0)).long()
     mask = torch.from_numpy(layout.fed >= 0).long()
-    with torch.no_grad(), replay.replay(given, observe=True) as replaying:
+    with torch.no_grad(), replay.replay(replayed, observe=True) as replaying:
         model(input_ids=fed, attention_mask=mask)
     native = replaying.native()
     replay.detach()
-    return native, given
+    return native, replayed
 
 
 WATCHED = [
@@ -306,8 +306,8 @@ def test_a_router_moved_by_training_is_still_aligned(rollout):
 @pytest.mark.parametrize("plant", [None, rows_of_the_next_token, three_dense_layers_counted_as_routers])
 def test_every_rank_comes_to_the_same_verdict(plant):
     """Two pipeline stages, each of two sequence parallel ranks, of two data parallel shares."""
-    native, given = healthy(0, LENGTHS)
-    given = plant(given) if plant else given
+    native, replayed = healthy(0, LENGTHS)
+    replayed = plant(replayed) if plant else replayed
     watch, vectors, table = AlignmentWatch(layers=2), [], None
     for share in (slice(0, 2), slice(2, 4)):
         whole = mr.TokenLayout.padded([len(t) for t in native[share]], 96).sequence_major()
@@ -316,14 +316,14 @@ def test_every_rank_comes_to_the_same_verdict(plant):
             for stage in (range(1, 5), range(5, 9)):
                 # `replay` takes a stage's layers out of a batch of all layers, and so does the watch.
                 ours = mr.RouteBatch.from_traces(native[share], layout, stage)
-                theirs = mr.RouteBatch.from_traces(given[share], layout)
+                theirs = mr.RouteBatch.from_traces(replayed[share], layout)
                 table = watch.measure(ours, theirs, layout, step=3)
                 vectors.append(table.vector())
     assert table is not None
     layout, topology = mr.TokenLayout.padded([3]), _topology(native[0])
     without_routers = mr.RouteBatch.recorded({}, topology)
     vectors.append(
-        watch.measure(without_routers, mr.RouteBatch.from_traces([given[0][:3]], layout), layout, 3).vector()
+        watch.measure(without_routers, mr.RouteBatch.from_traces([replayed[0][:3]], layout), layout, 3).vector()
     )
     verdict = judge(table.with_vector(torch.stack(vectors).sum(0)))
     assert verdict.status == ("misaligned" if plant else "aligned")
@@ -336,9 +336,9 @@ def _topology(trace: mr.RouteTrace) -> mr.MoeTopology:
 
 
 def test_the_watch_looks_elsewhere_in_each_step():
-    native, given = healthy(0, LENGTHS)
+    native, replayed = healthy(0, LENGTHS)
     layout = mr.TokenLayout.packed(LENGTHS)
-    ours, theirs = mr.RouteBatch.from_traces(native, layout), mr.RouteBatch.from_traces(given, layout)
+    ours, theirs = mr.RouteBatch.from_traces(native, layout), mr.RouteBatch.from_traces(replayed, layout)
     watch = AlignmentWatch(layers=2, sequences=2, tokens=10)
     tables = [watch.measure(ours, theirs, layout, step) for step in range(12)]
     looked_at = [tuple(np.flatnonzero(table.counts.sum((1, 2))).tolist()) for table in tables]

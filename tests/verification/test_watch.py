@@ -37,17 +37,17 @@ pytestmark = pytest.mark.usefixtures("fast_bfloat16")
 PROMPT_TOKENS = 30
 
 
-def batches(native, given):
+def batches(native, replayed):
     layout = mr.TokenLayout.padded([len(trace) for trace in native])
-    return mr.RouteBatch.from_traces(native, layout), mr.RouteBatch.from_traces(given, layout), layout
+    return mr.RouteBatch.from_traces(native, layout), mr.RouteBatch.from_traces(replayed, layout), layout
 
 
 def sampled_tokens(layout: mr.TokenLayout, prompt: int = PROMPT_TOKENS) -> np.ndarray:
     return np.concatenate([np.arange(length) >= prompt for length in layout.lengths])
 
 
-def measure(native, given, step: int, watch: AlignmentWatch | None = None):
-    ours, theirs, layout = batches(native, given)
+def measure(native, replayed, step: int, watch: AlignmentWatch | None = None):
+    ours, theirs, layout = batches(native, replayed)
     return (watch or AlignmentWatch()).measure(ours, theirs, layout, step, sampled_tokens(layout))
 
 
@@ -153,9 +153,9 @@ FAULTS = [  # fault, share, routers, refused within so many steps, what is said
 def test_a_fault_confined_to_some_rows_is_refused_within_a_few_steps(plant, share, routers, steps, says):
     history, verdicts = EvidenceHistory(), []
     for step in range(steps):
-        native, given = siblings(step, **routers)
-        assert measure(native, given, step).sequences[1] == 0
-        verdicts.append(judge(measure(native, plant(given, share, np.random.default_rng(step)), step), history))
+        native, replayed = siblings(step, **routers)
+        assert measure(native, replayed, step).sequences[1] == 0
+        verdicts.append(judge(measure(native, plant(replayed, share, np.random.default_rng(step)), step), history))
         if verdicts[-1].status == "misaligned":
             break
     assert verdicts[-1].status == "misaligned", history.log10
@@ -167,8 +167,8 @@ def test_a_fault_confined_to_some_rows_is_refused_within_a_few_steps(plant, shar
 def test_evidence_of_several_steps_refuses_what_one_step_cannot():
     history, alone = EvidenceHistory(), []
     for step in range(8):
-        native, given = siblings(step, **FEW)
-        table = measure(native, completions_of_siblings(given, 0.1, np.random.default_rng(step)), step)
+        native, replayed = siblings(step, **FEW)
+        table = measure(native, completions_of_siblings(replayed, 0.1, np.random.default_rng(step)), step)
         alone.append(judge(table).status)
         verdict = judge(table, history)
         if verdict.status == "misaligned":
@@ -181,8 +181,8 @@ def test_evidence_of_several_steps_refuses_what_one_step_cannot():
 
 def test_a_fault_that_begins_late_is_refused_as_fast_as_one_from_the_beginning():
     tables = [measure(*siblings(step), step) for step in range(3)]
-    native, given = siblings(9, **CLOSE)
-    wrong = measure(native, late_completions(given, 0.5, np.random.default_rng(0)), 9)
+    native, replayed = siblings(9, **CLOSE)
+    wrong = measure(native, late_completions(replayed, 0.5, np.random.default_rng(0)), 9)
     fresh, old = EvidenceHistory(), EvidenceHistory()
     for table in tables * 50:
         assert judge(table, old).aligned
@@ -205,15 +205,15 @@ VERIFIED = [  # fault, share, routers, cause
 
 @pytest.mark.parametrize(("plant", "share", "routers", "cause"), VERIFIED)
 def test_the_whole_comparison_finds_them_too(plant, share, routers, cause):
-    native, given = siblings(0, **routers)
-    assert compare(native, given).aligned
-    verdict = compare(native, plant(given, share, np.random.default_rng(0))).verdict
+    native, replayed = siblings(0, **routers)
+    assert compare(native, replayed).aligned
+    verdict = compare(native, plant(replayed, share, np.random.default_rng(0))).verdict
     assert (verdict.status, verdict.cause) == ("misaligned", cause)
 
 
 def test_layers_and_samples_of_a_partial_fault_are_named():
-    native, given = siblings(0)
-    verdict = compare(native, half_the_layers_of_two(given, 0, np.random.default_rng(0))).verdict
+    native, replayed = siblings(0)
+    verdict = compare(native, half_the_layers_of_two(replayed, 0, np.random.default_rng(0))).verdict
     assert (verdict.layers, verdict.samples) == ((1, 3, 5, 7), (1, 4))
 
 
@@ -224,7 +224,7 @@ def policy():
     return model, copy.deepcopy(model).to(torch.bfloat16)
 
 
-def replayed(policy, plant, step: int, period: int = 0):
+def one_pass(policy, plant, step: int, period: int = 0):
     """(native, given, layout) of one micro-batch of 8 siblings under replay of what `plant` makes of their routes."""
     chance = np.random.default_rng(step)
     prompt = chance.integers(1, 97, PROMPT_TOKENS)
@@ -239,12 +239,12 @@ def replayed(policy, plant, step: int, period: int = 0):
         with_routes(t, t.routed_experts, np.arange(70) < 69)
         for t in recording.traces(layout, [i.tolist() for i in ids])
     ]
-    given = mr.RouteBatch.from_traces(plant(traces, chance), layout)
-    with torch.no_grad(), trainer.replay(given, observe=True) as replaying:
+    replayed = mr.RouteBatch.from_traces(plant(traces, chance), layout)
+    with torch.no_grad(), trainer.replay(replayed, observe=True) as replaying:
         policy[1](input_ids=fed)
     rollout.detach()
     trainer.detach()
-    return replaying.native(), given, layout
+    return replaying.native(), replayed, layout
 
 
 REPLAYED = [  # fault, period of completions, refused within so many steps
@@ -262,10 +262,10 @@ REPLAYED_NAMES = ["siblings", "late", "one period late", "a period of two, two l
 def test_faults_in_what_a_model_replays_are_refused(policy, plant, period, steps):
     watch, healthy_run, history = AlignmentWatch(), EvidenceHistory(), EvidenceHistory()
     for step in range(steps):
-        native, given, layout = replayed(policy, lambda traces, _: traces, step, period)
-        assert judge(watch.measure(native, given, layout, step, sampled_tokens(layout)), healthy_run).aligned
-        native, given, layout = replayed(policy, plant, step, period)
-        verdict = judge(watch.measure(native, given, layout, step, sampled_tokens(layout)), history)
+        native, replayed, layout = one_pass(policy, lambda traces, _: traces, step, period)
+        assert judge(watch.measure(native, replayed, layout, step, sampled_tokens(layout)), healthy_run).aligned
+        native, replayed, layout = one_pass(policy, plant, step, period)
+        verdict = judge(watch.measure(native, replayed, layout, step, sampled_tokens(layout)), history)
         if verdict.status == "misaligned":
             break
     assert verdict.status == "misaligned", history.log10
@@ -351,8 +351,8 @@ def test_an_alarm_needs_evidence_of_one_over_the_stated_rate():
 def test_a_vote_is_on_the_experts_that_tell_two_places_apart():
     """One sequence of 3 tokens, top 2: token 1 has the routes of token 0, except that both share expert 0."""
     native = [mr.RouteTrace([1, 2, 3], [[[0, 1]], [[0, 2]], [[4, 5]]], [0], num_experts=8)]
-    given = [mr.RouteTrace([1, 2, 3], [[[0, 1]], [[0, 1]], [[4, 5]]], [0], num_experts=8)]
-    ours, theirs, _ = batches(native, given)
+    replayed = [mr.RouteTrace([1, 2, 3], [[[0, 1]], [[0, 1]], [[4, 5]]], [0], num_experts=8)]
+    ours, theirs, _ = batches(native, replayed)
     alternatives = np.full((NUM_ALTERNATIVES, 1, 1), -1)
     alternatives[0, 0, 0] = 0  # one token late
     rows, nothing = np.array([[1]]), np.full((4, 1, 1), -1)
@@ -370,8 +370,8 @@ def test_a_vote_is_on_the_experts_that_tell_two_places_apart():
 def test_a_question_that_is_asked_many_times_counts_once():
     """Repeated text: the same two sets of experts, and the same answer."""
     native = [mr.RouteTrace(range(40), [[[0]], [[1]]] * 20, [0], num_experts=8)]
-    given = [mr.RouteTrace(range(40), [[[1]], [[0]]] * 20, [0], num_experts=8)]  # one token late, or two near-ties
-    ours, theirs, layout = batches(native, given)
+    replayed = [mr.RouteTrace(range(40), [[[1]], [[0]]] * 20, [0], num_experts=8)]  # one token late, or two near-ties
+    ours, theirs, layout = batches(native, replayed)
     sample = RowSample.draw(layout, np.random.default_rng(0), sequences=1, rows=32)
     wealth = unit_evidence(ours, theirs, sample, 8).log_wealth[0, :, 0].exp()
     assert wealth.max() < 2 * (1 + 0.9) ** 2
@@ -389,8 +389,8 @@ def test_the_same_prompt_in_two_sequences_is_not_compared():
 
 
 def test_rows_are_drawn_from_prompts_and_sampled_tokens_apart():
-    native, given = siblings(0)
-    layout = batches(native, given)[2]
+    native, replayed = siblings(0)
+    layout = batches(native, replayed)[2]
     sampled = sampled_tokens(layout)
     sample = RowSample.draw(layout, np.random.default_rng(0), sequences=5, rows=60, sampled=sampled)
     assert sorted(sample.segment.tolist()) == [PROMPT] * 5 + [SAMPLED] * 5
@@ -420,8 +420,8 @@ def test_rows_are_compared_with_tokens_of_their_sequence_and_of_others():
 
 
 def test_without_knowing_what_was_sampled_halves_are_tested_apart():
-    native, given = siblings(0)
-    ours, theirs, layout = batches(native, late_completions(given, 1.0, np.random.default_rng(0)))
+    native, replayed = siblings(0)
+    ours, theirs, layout = batches(native, late_completions(replayed, 1.0, np.random.default_rng(0)))
     assert judge(AlignmentWatch().measure(ours, theirs, layout, 0)).status == "misaligned"
     with pytest.raises(mr.AlignmentError, match=r"whether it was sampled.*bool \(560,\)"):
         AlignmentWatch().measure(ours, theirs, layout, 0, np.ones(3, bool))
@@ -437,8 +437,8 @@ def test_evidence_of_ranks_and_micro_batches_adds_up():
 
 
 def test_rows_without_routes_give_no_evidence():
-    native, given = healthy(0, (40, 30))
-    bare = [with_routes(t, t.routed_experts, np.zeros(len(t), bool)) for t in given]
+    native, replayed = healthy(0, (40, 30))
+    bare = [with_routes(t, t.routed_experts, np.zeros(len(t), bool)) for t in replayed]
     ours, theirs, layout = batches(native, bare)
     table = AlignmentWatch().measure(ours, theirs, layout, 0)
     assert table.unit_counts.sum() == 0
@@ -448,8 +448,8 @@ def test_rows_without_routes_give_no_evidence():
 # ---- the check of a step ---------------------------------------------------------------------------------------------
 
 
-def checked(check: mr.AlignmentCheck, native, given, step: int):
-    ours, theirs, layout = batches(native, given)
+def checked(check: mr.AlignmentCheck, native, replayed, step: int):
+    ours, theirs, layout = batches(native, replayed)
     check.add(ours, theirs, layout, step, sampled_tokens(layout))
     return check.check()
 
@@ -461,10 +461,10 @@ def topology_of(native) -> mr.MoeTopology:
 
 @pytest.mark.parametrize("action", ["stop", "warn"])
 def test_a_check_stops_the_run_or_warns_and_starts_again(action, caplog):
-    native, given = siblings(0, layers=3, num_experts=8, top_k=2)
-    late = [moved(trace, np.arange(len(trace)) - 1) for trace in given]
+    native, replayed = siblings(0, layers=3, num_experts=8, top_k=2)
+    late = [moved(trace, np.arange(len(trace)) - 1) for trace in replayed]
     check = mr.AlignmentCheck(topology_of(native), torch.device("cpu"), on_misalignment=action)
-    assert checked(check, native, given, 0).aligned
+    assert checked(check, native, replayed, 0).aligned
     if action == "stop":
         with pytest.raises(mr.AlignmentError, match="one token late"):
             checked(check, native, late, 1)
@@ -472,4 +472,4 @@ def test_a_check_stops_the_run_or_warns_and_starts_again(action, caplog):
     assert checked(check, native, late, 1).status == "misaligned"
     assert "one token late" in caplog.text
     assert check.evidence == 0
-    assert checked(check, native, given, 2).aligned
+    assert checked(check, native, replayed, 2).aligned

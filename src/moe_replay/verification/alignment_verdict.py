@@ -42,7 +42,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether routes belong to the tokens and layers they are given for.
+    """Whether routes belong to the tokens and layers they are replayed in.
 
     status       aligned; misaligned; unclear: no evidence against it, and too little for it
     detail       what is wrong, in words: which layers, samples and tokens, and by how much

@@ -30,12 +30,12 @@ def spread(values: np.ndarray, count: int) -> np.ndarray:
 class Evidence:
     """Routes of packed sequences: row r is token r of the concatenated sequences.
 
-    native, given   of the same layers and rows
-    rows, slots     the rows and the indices of the layers that are wrong
+    native, replayed   of the same layers and rows
+    rows, slots        the rows and the indices of the layers that are wrong
     """
 
     native: RouteBatch
-    given: RouteBatch
+    replayed: RouteBatch
     starts: np.ndarray  # (sequences + 1,) where each sequence begins, and where the last ends
     chance: np.ndarray  # (L,) agreement of routes of the same layer that know nothing of each other
     rows: np.ndarray
@@ -55,20 +55,20 @@ class Evidence:
         return self.slots[np.argsort(np.nan_to_num(self.chance[self.slots], nan=1.0))[:count]]
 
     def explained_by(self, rows: np.ndarray, sources: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Return (H,): agreement above chance of the routes given to `rows` (n,) with native ones of `sources` (H, n).
+        """Return (H,): agreement above chance of routes replayed in `rows` (n,) and native ones of `sources` (H, n).
 
         A source of -1 is none, and explains its row no better than chance.
         """
-        given = self.given.routed_experts[slots][:, rows]  # (l, n, K)
-        valid = self.given.valid[slots][:, rows]
+        replayed = self.replayed.routed_experts[slots][:, rows]  # (l, n, K)
+        valid = self.replayed.valid[slots][:, rows]
         chance = torch.from_numpy(np.nan_to_num(self.chance[slots], nan=1.0))[:, None, None]
         possible = ((1 - chance) * valid[:, None]).sum().clamp(min=1e-9)
         result = np.empty(len(sources))
-        step = max(1, CELLS // max(given.numel() * given.shape[-1], 1))
+        step = max(1, CELLS // max(replayed.numel() * replayed.shape[-1], 1))
         for first in range(0, len(sources), step):
             part = torch.from_numpy(sources[first : first + step])
             known = (part >= 0)[None] & valid[:, None]  # (l, h, n)
-            shared = expert_overlap(given[:, None], self.native.routed_experts[slots][:, part.clamp(min=0)])
+            shared = expert_overlap(replayed[:, None], self.native.routed_experts[slots][:, part.clamp(min=0)])
             gained = ((shared - chance) * known).sum((0, 2))
             result[first : first + step] = (gained / possible).numpy()
         return result
@@ -79,52 +79,52 @@ class Evidence:
         native = self.native.routed_experts[:, rows]
         own_load = self._load(native, torch.ones(native.shape[:2], dtype=torch.bool))
         for index, slot in enumerate(self.slots):
-            valid = self.given.valid[slot, rows]
-            given = self.given.routed_experts[slot, rows]
-            shared = (expert_overlap(given[None], native) * valid).sum(1).double() / valid.sum().clamp(min=1)
-            chance = own_load @ self._load(given[None], valid[None])[0] * self.given.top_k
+            valid = self.replayed.valid[slot, rows]
+            replayed = self.replayed.routed_experts[slot, rows]
+            shared = (expert_overlap(replayed[None], native) * valid).sum(1).double() / valid.sum().clamp(min=1)
+            chance = own_load @ self._load(replayed[None], valid[None])[0] * self.replayed.top_k
             above = (shared - chance) / (1 - chance).clamp(min=1e-6)
             best[index], score[index] = int(above.argmax()), float(above.max())
         return best, score
 
     def relabelled(self, rows: np.ndarray) -> float:
-        """Return the agreement above chance once the expert ids given to each layer are renamed to fit native routing.
+        """Return the agreement above chance once each layer's replayed expert ids are renamed to fit native routing.
 
         The names are fitted on every other row and tried on the rest.
         """
         gained = possible = 0.0
         for slot in self.slots:
-            valid = self.given.valid[slot, rows].numpy()
+            valid = self.replayed.valid[slot, rows].numpy()
             fit, trial = rows[valid][::2], rows[valid][1::2]
-            native, given = self.native.routed_experts[slot].long(), self.given.routed_experts[slot].long()
-            count = int(max(native.max(), given.max())) + 1
-            pairs = native[fit][:, None, :] * count + given[fit][:, :, None]
+            native, replayed = self.native.routed_experts[slot].long(), self.replayed.routed_experts[slot].long()
+            count = int(max(native.max(), replayed.max())) + 1
+            pairs = native[fit][:, None, :] * count + replayed[fit][:, :, None]
             together = torch.bincount(pairs.flatten(), minlength=count * count).view(count, count).double()
             expected = together.sum(1, keepdim=True) * together.sum(0, keepdim=True) / together.sum().clamp(min=1)
             name = ((together - expected) / (expected + 1).sqrt()).argmax(0)
-            shared = expert_overlap(native[trial], name[given[trial]]).double()
+            shared = expert_overlap(native[trial], name[replayed[trial]]).double()
             load = self._load(native[None, trial], torch.ones(1, len(trial), dtype=torch.bool))[0]
-            renamed = self._load(name[given[None, trial]], torch.ones(1, len(trial), dtype=torch.bool))[0]
-            chance = float(load @ renamed) * self.given.top_k
+            renamed = self._load(name[replayed[None, trial]], torch.ones(1, len(trial), dtype=torch.bool))[0]
+            chance = float(load @ renamed) * self.replayed.top_k
             gained += float(shared.sum()) - chance * len(trial)
             possible += (1 - chance) * len(trial)
         return gained / possible if possible > 0 else 0.0
 
     def load_distance(self, rows: np.ndarray) -> float:
-        """Return how much further given loads are from native ones than halves of each from each other, 0 to 1."""
-        native, given = self.native.routed_experts[self.slots], self.given.routed_experts[self.slots]
-        valid = self.given.valid[self.slots]
+        """Return how much further replayed loads are from native ones than halves of each from each other, 0 to 1."""
+        native, replayed = self.native.routed_experts[self.slots], self.replayed.routed_experts[self.slots]
+        valid = self.replayed.valid[self.slots]
         halves = [self._load(native[:, part], valid[:, part]) for part in (rows[::2], rows[1::2])]
-        given_halves = [self._load(given[:, part], valid[:, part]) for part in (rows[::2], rows[1::2])]
+        replayed_halves = [self._load(replayed[:, part], valid[:, part]) for part in (rows[::2], rows[1::2])]
 
         def apart(a: Tensor, b: Tensor) -> float:
             return float((a - b).abs().sum(1).mean()) / 2
 
-        return apart(halves[0], given_halves[1]) - max(apart(*halves), apart(*given_halves))
+        return apart(halves[0], replayed_halves[1]) - max(apart(*halves), apart(*replayed_halves))
 
     def _load(self, routed_experts: Tensor, valid: Tensor) -> Tensor:
         """Return (l, E): the fraction of all choices (l, n, K) that goes to each expert; every id has a column."""
-        count = max(self.native.num_experts or 0, int(self.given.routed_experts.max()) + 1)
+        count = max(self.native.num_experts or 0, int(self.replayed.routed_experts.max()) + 1)
         load = torch.zeros(len(routed_experts), count, dtype=torch.float64)
         counted = valid[..., None].expand(routed_experts.shape).flatten(1).double()
         load.scatter_add_(1, routed_experts.flatten(1).long(), counted)
@@ -175,14 +175,16 @@ def _verdict(evidence: Evidence, why: Explanation) -> Verdict:
 
 def _empty_capture(evidence: Evidence) -> Explanation | None:
     """Return an explanation where all wrong rows name the same experts, while native routing does not."""
-    rows, given_equal, native_equal, names = evidence.rows, [], [], Counter[tuple[int, ...]]()
+    rows, replayed_equal, native_equal, names = evidence.rows, [], [], Counter[tuple[int, ...]]()
     for slot in evidence.slots:
-        valid = evidence.given.valid[slot].numpy()[rows]
-        (row, count), *_ = _sets(evidence.given.routed_experts[slot].numpy()[rows[valid]]).most_common(1) or [((), 0)]
-        given_equal.append(count / max(valid.sum(), 1))
+        valid = evidence.replayed.valid[slot].numpy()[rows]
+        (row, count), *_ = _sets(evidence.replayed.routed_experts[slot].numpy()[rows[valid]]).most_common(1) or [
+            ((), 0)
+        ]
+        replayed_equal.append(count / max(valid.sum(), 1))
         native_equal.append(_sets(evidence.native.routed_experts[slot].numpy()[rows]).most_common(1)[0][1] / len(rows))
         names[row] += 1
-    if np.mean(given_equal) < 0.9 or np.mean(native_equal) > 0.6 or len(rows) < 4:
+    if np.mean(replayed_equal) < 0.9 or np.mean(native_equal) > 0.6 or len(rows) < 4:
         return None
     (row, _), *_ = names.most_common(1)
     layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
@@ -202,7 +204,9 @@ def _tail(evidence: Evidence) -> str:
     """Return where the wrong rows begin, if in each sample they are several up to its end, but not all of it."""
     texts = []
     for sample, rows in _by_sample(evidence):
-        covered = np.flatnonzero(evidence.given.valid[:, evidence.starts[sample] : evidence.starts[sample + 1]].any(0))
+        covered = np.flatnonzero(
+            evidence.replayed.valid[:, evidence.starts[sample] : evidence.starts[sample + 1]].any(0)
+        )
         position = rows - evidence.starts[sample]
         if len(position) < 2 or position[-1] != covered[-1] or position[0] == covered[0]:
             return ""
@@ -215,7 +219,7 @@ def _tail(evidence: Evidence) -> str:
 def _where(evidence: Evidence) -> str:
     """Return in words which tokens of which samples are wrong; empty where all are."""
     samples = _by_sample(evidence)
-    covered = evidence.given.valid.any(0).numpy()
+    covered = evidence.replayed.valid.any(0).numpy()
     if len(evidence.rows) == covered.sum():
         return ""
     numbers = [sample for sample, _ in samples]
@@ -275,7 +279,7 @@ def _reversed_chunks(source: list[int]) -> bool:
 
 def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
     """Explain by the same experts under other ids."""
-    largest, num_experts = int(evidence.given.routed_experts.max()), evidence.native.num_experts
+    largest, num_experts = int(evidence.replayed.routed_experts.max()), evidence.native.num_experts
     if num_experts is not None and largest >= num_experts:
         yield Explanation(
             1.0,

@@ -1,14 +1,14 @@
 """The sequential test of alignment: paired comparisons with alternatives, and evidence that accumulates over steps.
 
-A row has given routes. The row itself and an alternative (a token before or after, the same position of another
+A row has replayed routes. The row itself and an alternative (a token before or after, the same position of another
 sequence, a row at random) have native routes. Only the experts that one of the two has and the other has not tell them
-apart: the vote of a (row, layer) is the fraction of these that the given routes share with the alternative, minus the
+apart: the vote of a (row, layer) is the fraction of these that the replayed routes share with the alternative, less the
 fraction that they share with the row itself: from -1, all of them evidence for the row, to 1, all for the alternative.
 
 The null hypothesis, given everything seen before: the expected vote is at most
 
 - AHEAD for a given alternative. It does not matter how well engine and trainer agree, since both rows are compared
-  with the same given routes;
+  with the same replayed routes;
 - -BEHIND for a random row: routes agree with native ones that much better than chance.
 
 Against each of these the test bets: wealth grows by 1 + stake * (vote - bound), whose expectation is then at most 1.
@@ -264,33 +264,33 @@ class PlaceCounts(NamedTuple):
 
     name: Tensor  # (L, 1 + P + C, U, M) int32: names the set of experts
     in_own: Tensor  # (L, 1 + P + C, U, M) int64: how many of them the row itself has natively
-    in_given: Tensor  # (L, 1 + P + C, U, M) int64: how many of them are given to the row
+    in_replayed: Tensor  # (L, 1 + P + C, U, M) int64: how many of them the row replays
 
 
-def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts:
-    """Return the counts of native routes (L, 1 + P + C, U, M, K) and given ones (L, 1, U, M, K), int64 both."""
-    ids = torch.cat([native[:, :1], given], 1)
+def count_places(native: Tensor, replayed: Tensor, num_experts: int) -> PlaceCounts:
+    """Return the counts of native routes (L, 1 + P + C, U, M, K) and replayed ones (L, 1, U, M, K), int64 both."""
+    ids = torch.cat([native[:, :1], replayed], 1)
     member = torch.zeros(*ids.shape[:-1], num_experts, dtype=torch.int64, device=ids.device).scatter_(-1, ids, 1)
-    # What is known of each expert in one number: its name, whether the row itself has it, whether the given routes do.
+    # What is known of each expert in one number: name, whether the row itself has it, whether the replayed route does.
     # Then one gather and one sum serve three counts.
     facts = _names(num_experts, ids.device).add(member[:, :1], alpha=1 << _BITS).add_(member[:, 1:])
     sums = facts.expand(-1, native.shape[1], -1, -1, -1).gather(-1, native).sum(-1)
     return PlaceCounts((sums >> (2 * _BITS)).int(), (sums >> _BITS) & _MASK, sums & _MASK)
 
 
-def unit_evidence(native: RouteBatch, given: RouteBatch, sample: RowSample, num_experts: int) -> UnitEvidence:
+def unit_evidence(native: RouteBatch, replayed: RouteBatch, sample: RowSample, num_experts: int) -> UnitEvidence:
     index = to_device(sample.index, native.routed_experts.device)
     known = native.valid[:, index] & (index >= 0)  # an index of -1 is that of some row
     counts = count_places(
-        native.routed_experts[:, index].long(), given.routed_experts[:, index[:1]].long(), num_experts
+        native.routed_experts[:, index].long(), replayed.routed_experts[:, index[:1]].long(), num_experts
     )
-    return evidence_of(counts, given.valid[:, index[:1]], known, native.top_k)
+    return evidence_of(counts, replayed.valid[:, index[:1]], known, native.top_k)
 
 
 def evidence_of(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int) -> UnitEvidence:
     """Return the evidence of these counts. Does not synchronize with the device.
 
-    covered   (L, 1, U, M) bool: own rows that are given routes
+    covered   (L, 1, U, M) bool: own rows with a replayed route
     known     (L or 1, 1 + P + C, U, M) bool: rows with native routes
     """
     constants = _constants(covered.device)
@@ -411,7 +411,7 @@ def _constants(device: torch.device) -> _Constants:
 def _votes(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return votes and their weights, (L, P + C, U, M) each."""
     differing = top_k - counts.in_own[:, 1:]
-    ahead = counts.in_given[:, 1:] - counts.in_given[:, :1]
+    ahead = counts.in_replayed[:, 1:] - counts.in_replayed[:, :1]
     compared = covered & known
     differing_compared = differing * compared
     possible = top_k * compared.sum(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""The shift test: how well native and given routes agree when one of them is moved by tokens and by layers.
+"""The shift test: how well native and replayed routes agree when one of them is moved by tokens and by layers.
 
 Aligned routes agree most where nothing is moved. What is kept are sums, so that micro-batches and ranks add up and
 every rank can judge the same whole (`verdict.py`).
@@ -30,15 +30,15 @@ _PAIRS, _SHARED, _SQUARED, _MARGIN, _MARGIN_SQUARED = range(5)
 
 @dataclass(frozen=True, eq=False)
 class ShiftTable:
-    """Sums over (token, layer) pairs that have a given route. L layers, S = 5 shifts, E experts; float64.
+    """Sums over (token, layer) pairs that have a replayed route. L layers, S = 5 shifts, E experts; float64.
 
-    A shift of (+1 layer, 0 tokens) compares what a router chooses natively with what is given to the next layer:
+    A shift of (+1 layer, 0 tokens) compares what a router chooses natively with what the next layer replays:
     where that agrees best, routes are one layer late.
 
     layers              decoder index of each of the L layers, also of other ranks: their sums are zero until added
     pairs               (L, S layer shifts, S token shifts, 5): pairs compared; their overlap, as a fraction of K,
                         summed and squared; how much more the same token overlaps unmoved, summed and squared
-    loads               (L, 2, E + 1): how often each expert is chosen natively, and how often it is given; last, rows
+    loads               (L, 2, E + 1): how often each expert is chosen natively, and how often replayed; last, rows
                         counted
     next_token_overlap  (L, 2): overlap of native routes with those of the next token, summed, and the pairs compared
     sequences           (2,): sequences judged by themselves, and those of them that agree no better than chance
@@ -195,7 +195,7 @@ class ShiftTable:
 
 def shift_table(
     native: RouteBatch,
-    given: RouteBatch,
+    replayed: RouteBatch,
     layout: TokenLayout,
     *,
     rows: np.ndarray | None = None,
@@ -203,14 +203,14 @@ def shift_table(
 ) -> ShiftTable:
     """Return the table of these routes: over all rows that hold a token, or `rows` (n,); of all layers, or `layers`.
 
-    native and given have the same layers and rows. Does not synchronize with the device.
+    native and replayed have the same layers and rows. Does not synchronize with the device.
     """
-    check_comparable(native, given, layout)
+    check_comparable(native, replayed, layout)
     picked = np.flatnonzero(layout.rows != PADDING) if rows is None else rows
     near, inside = neighbours(layout, picked)
     device = native.routed_experts.device
     here, moved, exists = (to_device(array, device) for array in (picked, near, inside))
-    experts = experts_counted(native, given)
+    experts = experts_counted(native, replayed)
     table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
     measured = np.array([native.layers.index(layer) for layer in (native.layers if layers is None else layers)])
     index = np.searchsorted(table.layers, native.layers)  # of each slot in the table
@@ -219,11 +219,13 @@ def shift_table(
     examined = np.unique(around[(around >= 0) & (around < count)])
     for part in chunks(examined, len(picked) * native.top_k):
         slots, rank = (to_device(array, device) for array in (part, index[part]))
-        table.loads[rank, 1] = loads_of(given.routed_experts[slots][:, here], given.valid[slots][:, here], experts)
+        table.loads[rank, 1] = loads_of(
+            replayed.routed_experts[slots][:, here], replayed.valid[slots][:, here], experts
+        )
     for part in chunks(np.arange(len(measured)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
         slots, rank = (to_device(array, device) for array in (measured[part], index[measured[part]]))
         chosen = native.routed_experts[slots][:, here]  # (l, n, K)
-        counted = given.valid[slots][:, here]  # (l, n)
+        counted = replayed.valid[slots][:, here]  # (l, n)
         table.loads[rank, 0] = loads_of(chosen, counted, experts)
         after = HERE + 1
         follows = counted & exists[after] & native.valid[slots][:, moved[after]]
@@ -233,8 +235,8 @@ def shift_table(
         near_slots = to_device(around[part], device)
         inside_model = ((near_slots >= 0) & (near_slots < count))[..., None, None]
         there = near_slots.clamp(0, count - 1)[..., None, None]  # (l, S, 1, 1)
-        both = given.valid[there, moved] & exists & counted[:, None, None] & inside_model  # (l, S, S, n)
-        shared = expert_overlap(chosen[:, None, None], given.routed_experts[there, moved]).double()
+        both = replayed.valid[there, moved] & exists & counted[:, None, None] & inside_model  # (l, S, S, n)
+        shared = expert_overlap(chosen[:, None, None], replayed.routed_experts[there, moved]).double()
         table.pairs[rank] = pair_sums(shared, both)
     return table
 
@@ -265,22 +267,22 @@ def chunks(slots: np.ndarray, cells: int) -> Iterator[np.ndarray]:
     return (slots[first : first + step] for first in range(0, len(slots), step))
 
 
-def experts_counted(native: RouteBatch, given: RouteBatch) -> int:
+def experts_counted(native: RouteBatch, replayed: RouteBatch) -> int:
     """Return the number of experts whose loads are counted.
 
     Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
     """
-    return max(native.num_experts or 0, given.num_experts or 0, (given.max_expert or 0) + 1)
+    return max(native.num_experts or 0, replayed.num_experts or 0, (replayed.max_expert or 0) + 1)
 
 
-def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> None:
+def check_comparable(native: RouteBatch, replayed: RouteBatch, layout: TokenLayout) -> None:
     """Raise unless the two hold routes of the same layers and rows, those of the layout."""
-    shapes = tuple(native.routed_experts.shape), tuple(given.routed_experts.shape)
-    if native.layers != given.layers or shapes[0] != shapes[1] or layout.num_rows != native.num_rows:
+    shapes = tuple(native.routed_experts.shape), tuple(replayed.routed_experts.shape)
+    if native.layers != replayed.layers or shapes[0] != shapes[1] or layout.num_rows != native.num_rows:
         raise AlignmentError(
             "only routes of the same layers and rows can be compared",
             expected=f"layers {list(native.layers)}, (layers, rows, top_k) = {shapes[0]}, {layout.num_rows} rows",
-            found=f"layers {list(given.layers)}, {shapes[1]}",
+            found=f"layers {list(replayed.layers)}, {shapes[1]}",
             remedy="Layers are decoder indices, dense ones counted; the layout is that of this rank",
         )
 

@@ -33,7 +33,7 @@ class VerifyReport:
 
     verdict   aligned, misaligned and by what, or unclear
     table     agreement by shift of layers and tokens
-    covered   fraction of (token, layer) pairs that have a given route: the others cannot be judged
+    covered   fraction of (token, layer) pairs that have a replayed route: the others cannot be judged
     notes     samples and layers without routes, which are no fault by themselves
     """
 
@@ -49,7 +49,7 @@ class VerifyReport:
 
     @property
     def layer_agreement(self) -> dict[int, float]:
-        """For each decoder layer, the mean overlap of native and given routes."""
+        """For each decoder layer, the mean overlap of native and replayed routes."""
         return dict(zip(self.table.layers, self.table.agreement[:, HERE, HERE].tolist(), strict=True))
 
     def raise_if_misaligned(self) -> None:
@@ -63,16 +63,16 @@ class VerifyReport:
         return "\n".join([head, *self.notes, str(self.table)])
 
 
-def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width: int | None = None) -> VerifyReport:
-    """Compare what a model chooses natively with the routes it is given, sample by sample.
+def compare(native: Sequence[RouteTrace], replayed: Sequence[RouteTrace], *, width: int | None = None) -> VerifyReport:
+    """Compare what a model chooses natively with the routes it would replay, sample by sample.
 
-    native   what the trainer's model chose, one trace a sample; what is not covered is not compared
-    given    the traces that would be replayed, of the same tokens
-    width    columns of the micro-batch, where the samples were padded to more than the longest
+    native     what the trainer's model chose, one trace a sample; what is not covered is not compared
+    replayed   the traces that would be replayed, of the same tokens
+    width      columns of the micro-batch, where the samples were padded to more than the longest
     """
-    lengths = _checked_lengths(native, given)
+    lengths = _checked_lengths(native, replayed)
     layout = TokenLayout.packed(lengths)
-    ours, theirs = RouteBatch.from_traces(native, layout), RouteBatch.from_traces(given, layout)
+    ours, theirs = RouteBatch.from_traces(native, layout), RouteBatch.from_traces(replayed, layout)
     theirs = replace(theirs, valid=theirs.valid & ours.valid)
     covered = theirs.valid.any(0).numpy()
     table = shift_table(ours, theirs, layout, rows=spread(np.flatnonzero(covered), ROWS_IN_TABLE))
@@ -86,7 +86,7 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
         wrong_layers = verdict.layers or ours.layers
         evidence = Evidence(
             native=ours,
-            given=theirs,
+            replayed=theirs,
             starts=layout.starts,
             chance=table.chance[:, HERE],
             rows=np.flatnonzero(covered),
@@ -99,7 +99,7 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
         elif affected := affected_parts(evidence, layout):
             verdict = explain(replace(evidence, rows=affected.rows, slots=affected.slots))
     fraction = float(theirs.valid.float().mean()) if theirs.valid.numel() else 0.0
-    return VerifyReport(verdict=verdict, table=table, covered=fraction, notes=tuple(_gaps(given)))
+    return VerifyReport(verdict=verdict, table=table, covered=fraction, notes=tuple(_gaps(replayed)))
 
 
 def _only_these(lost: np.ndarray, scores: RowScores, covered: np.ndarray) -> bool:
@@ -117,10 +117,10 @@ def _better(shown: Verdict, explained: Verdict) -> Verdict:
     return shown if both or (unexplained and shown.cause in (Cause.LAYER_SHIFT, Cause.TOKEN_SHIFT)) else explained
 
 
-def _checked_lengths(native: Sequence[RouteTrace], given: Sequence[RouteTrace]) -> list[int]:
-    if len(native) != len(given) or not native:
-        raise AlignmentError("another number of samples", expected=len(native) or "at least one", found=len(given))
-    for sample, (ours, theirs) in enumerate(zip(native, given, strict=True)):
+def _checked_lengths(native: Sequence[RouteTrace], replayed: Sequence[RouteTrace]) -> list[int]:
+    if len(native) != len(replayed) or not native:
+        raise AlignmentError("another number of samples", expected=len(native) or "at least one", found=len(replayed))
+    for sample, (ours, theirs) in enumerate(zip(native, replayed, strict=True)):
         if (ours.layers, ours.top_k) != (theirs.layers, theirs.top_k):
             raise AlignmentError(
                 "routes of other routers than the model has",

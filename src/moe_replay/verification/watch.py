@@ -62,36 +62,36 @@ class AlignmentWatch:
     def measure(
         self,
         native: RouteBatch,
-        given: RouteBatch,
+        replayed: RouteBatch,
         layout: TokenLayout,
         step: int,
         sampled: np.ndarray | None = None,
     ) -> ShiftTable:
-        """Return the sums of one micro-batch: what its routers would choose (`observe=True`), and what was given.
+        """Return the sums of one micro-batch: what its routers would choose (`observe=True`), and what was replayed.
 
         sampled   (num_tokens,) bool: which of the layout's concatenated tokens were sampled. They are tested apart from
                   prompts; without it, the second half of each sequence apart from the first
 
-        Does not synchronize with the device, if `given` is there.
+        Does not synchronize with the device, if `replayed` is there.
         """
         if not native.layers:  # a pipeline stage without routers has nothing to add
             device = native.routed_experts.device
             return ShiftTable.empty(native.source_layers, native.top_k, native.num_experts or 0, device)
         _check_sampled(sampled, layout)
-        given = _as_replayed(given, native)
-        check_comparable(native, given, layout)
+        replayed = _as_replayed(replayed, native)
+        check_comparable(native, replayed, layout)
         chance = np.random.default_rng([self.seed, step])
         count = min(self.layers, len(native.layers))
         layers = tuple(sorted(chance.choice(native.layers, count, replace=False).tolist()))
         rows = self.sequences * self.tokens
         sample = RowSample.draw(layout, chance, sequences=self.sequences, rows=rows, sampled=sampled)
-        num_experts, model = experts_counted(native, given), (native.source_layers, native.top_k)
+        num_experts, model = experts_counted(native, replayed), (native.source_layers, native.top_k)
         if not sample.rows.size:
             return ShiftTable.empty(*model, num_experts, native.routed_experts.device)
-        routes = SampledRoutes.gather(native, given, sample, layers)
+        routes = SampledRoutes.gather(native, replayed, sample, layers)
         counts = routes.counts(num_experts)
         sums = routes.shift_sums(counts, num_experts)
-        shared = counts.in_given[:, 0] / native.top_k
+        shared = counts.in_replayed[:, 0] / native.top_k
         scores = above_chance(shared, routes.covered, routes.chance(sums), native.top_k)
         evidence = evidence_of(counts, routes.covered[:, None], routes.known, native.top_k).summed(routes.segments)
         units = torch.stack(scores.at_chance())  # two of each sequence
@@ -103,10 +103,10 @@ class AlignmentWatch:
             unit_counts=evidence.unit_counts,
         )
 
-    def explain(self, native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> VerifyReport:
+    def explain(self, native: RouteBatch, replayed: RouteBatch, layout: TokenLayout) -> VerifyReport:
         """Return the whole comparison of one micro-batch of this rank, to name what `judge` has found. Slow."""
         ids = [np.arange(length) for length in layout.lengths]  # positions stand in for token ids
-        traces = (batch.to_traces(ids, layout, unverified=True) for batch in (native, _as_replayed(given, native)))
+        traces = (batch.to_traces(ids, layout, unverified=True) for batch in (native, _as_replayed(replayed, native)))
         wide = layout.fed.shape[0] > 1 and layout.context_shard is None
         return compare(*traces, width=layout.fed.shape[1] if wide else None)
 
@@ -144,7 +144,7 @@ class AlignmentCheck:
     def add(
         self,
         native: RouteBatch,
-        given: RouteBatch,
+        replayed: RouteBatch,
         layout: TokenLayout,
         step: int,
         sampled: np.ndarray | None = None,
@@ -153,9 +153,9 @@ class AlignmentCheck:
 
         Its routes are kept until `check`, those of the latest micro-batch of each chunk, to name the cause.
         """
-        if given.layers:
-            self._table += self.watch.measure(native, given, layout, step, sampled)
-            self._seen[native.layers] = native, given, layout
+        if replayed.layers:
+            self._table += self.watch.measure(native, replayed, layout, step, sampled)
+            self._seen[native.layers] = native, replayed, layout
 
     def check(self) -> Verdict:
         """Return the verdict on the step. Collective: call on every rank; if routes are misaligned, all of them raise.
@@ -192,9 +192,9 @@ def _check_sampled(sampled: np.ndarray | None, layout: TokenLayout) -> None:
         )
 
 
-def _as_replayed(given: RouteBatch, native: RouteBatch) -> RouteBatch:
+def _as_replayed(replayed: RouteBatch, native: RouteBatch) -> RouteBatch:
     """Return what `replay` made of a batch: the layers that ran, on their device."""
-    chosen = given if given.layers == native.layers else given.select_layers(native.layers)
+    chosen = replayed if replayed.layers == native.layers else replayed.select_layers(native.layers)
     return (
         chosen
         if chosen.routed_experts.device == native.routed_experts.device
@@ -213,17 +213,19 @@ class SampledRoutes(NamedTuple):
     native: Tensor  # (l, 1 + P + C, U, M, K): of own rows, of the alternatives, of controls
     exists: Tensor  # (1 + P + C, U, M) bool: where there is such a row
     known: Tensor  # (l or 1, 1 + P + C, U, M) bool: where it has a native route
-    given: Tensor  # (l, S, S, U, M, K): given at each shift of layers and tokens
-    given_known: Tensor  # (l, S, S, U, M) bool: where anything is given
-    nearby: Tensor  # (s, U, M, K): given to own rows in each layer that is at most two from one of the l
+    replayed: Tensor  # (l, S, S, U, M, K): at each shift of layers and tokens
+    replayed_known: Tensor  # (l, S, S, U, M) bool: where anything is replayed
+    nearby: Tensor  # (s, U, M, K): replayed in own rows of each layer that is at most two from one of the l
     nearby_known: Tensor  # (s, U, M) bool
     layers: Tensor  # (l,) int64: indices of the l layers in the table
-    loads: Tensor  # (l + s,) int64: indices in its loads of the l layers, natively, and of the s layers, given
-    same_layer: Tensor  # (l,) int64: of these l + s, what is given to the l layers
+    loads: Tensor  # (l + s,) int64: indices in its loads of the l layers, natively, and of the s layers, replayed
+    same_layer: Tensor  # (l,) int64: of these l + s, what the l layers replay
     segments: Tensor  # (segments, U) float64: 1 for the segment of each unit, else 0
 
     @classmethod
-    def gather(cls, native: RouteBatch, given: RouteBatch, sample: RowSample, layers: tuple[int, ...]) -> SampledRoutes:
+    def gather(
+        cls, native: RouteBatch, replayed: RouteBatch, sample: RowSample, layers: tuple[int, ...]
+    ) -> SampledRoutes:
         """Gather what a sample needs of two batches with the same layers and rows, without synchronizing."""
         slots = np.searchsorted(native.layers, layers)
         around = slots[:, None] + np.array(SHIFTS)  # (l, S)
@@ -253,10 +255,11 @@ class SampledRoutes(NamedTuple):
             native=native.routed_experts[drawn, everywhere].view(-1, *index.shape, top_k),
             exists=exists,
             known=known,
-            given=given.routed_experts[there, moved].view(*around_shape, top_k),
-            given_known=given.valid[there, moved].view(around_shape) & (moved_exist & (there >= 0)[..., None, None]),
-            nearby=given.routed_experts[near, own_rows].view(-1, *shape, top_k),
-            nearby_known=given.valid[near, own_rows].view(-1, *shape) & exists[0],
+            replayed=replayed.routed_experts[there, moved].view(*around_shape, top_k),
+            replayed_known=replayed.valid[there, moved].view(around_shape)
+            & (moved_exist & (there >= 0)[..., None, None]),
+            nearby=replayed.routed_experts[near, own_rows].view(-1, *shape, top_k),
+            nearby_known=replayed.valid[near, own_rows].view(-1, *shape) & exists[0],
             layers=indices,
             loads=loads,
             same_layer=same_layer,
@@ -265,21 +268,21 @@ class SampledRoutes(NamedTuple):
 
     @property
     def covered(self) -> Tensor:
-        """(l, U, M) bool: own rows that are given a route."""
-        return self.given_known[:, HERE, HERE]
+        """(l, U, M) bool: own rows that replay a route."""
+        return self.replayed_known[:, HERE, HERE]
 
     def counts(self, num_experts: int) -> PlaceCounts:
         """Return what the alternatives have in common with their rows."""
-        return count_places(self.native.long(), self.given[:, HERE, HERE].long()[:, None], num_experts)
+        return count_places(self.native.long(), self.replayed[:, HERE, HERE].long()[:, None], num_experts)
 
     def shift_sums(self, counts: PlaceCounts, num_experts: int) -> ShiftSums:
         """Return the sums of the shift test over the rows of the sample."""
         chosen, top_k = self.native[:, 0], self.native.shape[-1]
-        shared = expert_overlap(chosen[:, None, None], self.given).double()
+        shared = expert_overlap(chosen[:, None, None], self.replayed).double()
         follows = self.covered & self.known[:, _NEXT]
         overlap = (counts.in_own[:, _NEXT] * follows).sum((1, 2), dtype=torch.float64) / top_k
         return ShiftSums(
-            pairs=pair_sums(shared, self.given_known & self.covered[:, None, None]),
+            pairs=pair_sums(shared, self.replayed_known & self.covered[:, None, None]),
             loads=loads_of(
                 torch.cat([chosen, self.nearby]).flatten(1, 2),
                 torch.cat([self.covered, self.nearby_known]).flatten(1),

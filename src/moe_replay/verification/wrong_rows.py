@@ -23,7 +23,7 @@ MIN_INFORMATION = 0.02  # 1 - chance of a layer that is evaluated
 
 
 class RowScores(NamedTuple):
-    """Agreement of native and given routes above chance, summed over layers."""
+    """Agreement of native and replayed routes above chance, summed over layers."""
 
     agreement: Tensor  # (..., R) overlap above chance
     max_agreement: Tensor  # (..., R) its largest possible value; 0 for rows without routes
@@ -43,14 +43,14 @@ class RowScores(NamedTuple):
         return judged, judged & (level + margin < FLOOR)
 
 
-def row_scores(native: RouteBatch, given: RouteBatch, chance: Tensor) -> RowScores:
+def row_scores(native: RouteBatch, replayed: RouteBatch, chance: Tensor) -> RowScores:
     """Score all rows; chance (L,) of each layer, NaN for a layer to skip."""
     agreement = torch.zeros(native.num_rows, dtype=torch.float64)
     max_agreement = torch.zeros_like(agreement)
     for part in chunks(np.arange(len(native.layers)), native.num_rows * native.top_k**2):
         slots = slice(int(part[0]), int(part[-1]) + 1)
-        shared = expert_overlap(native.routed_experts[slots], given.routed_experts[slots])
-        scores = above_chance(shared, given.valid[slots], chance[slots], native.top_k)
+        shared = expert_overlap(native.routed_experts[slots], replayed.routed_experts[slots])
+        scores = above_chance(shared, replayed.valid[slots], chance[slots], native.top_k)
         agreement += scores.agreement
         max_agreement += scores.max_agreement
     return RowScores(agreement, max_agreement, native.top_k)
@@ -65,10 +65,10 @@ def above_chance(shared: Tensor, covered: Tensor, chance: Tensor, top_k: int) ->
     return RowScores(agreement, torch.where(informative, information, 0).sum(0), top_k)
 
 
-def misrouted_rows(native: RouteBatch, given: RouteBatch, scores: RowScores, starts: np.ndarray) -> np.ndarray:
+def misrouted_rows(native: RouteBatch, replayed: RouteBatch, scores: RowScores, starts: np.ndarray) -> np.ndarray:
     """Return which rows have the wrong routes, (R,) bool; `starts` are the bounds of the packed sequences."""
     agreement, max_agreement = scores.agreement.numpy(), scores.max_agreement.numpy()
-    misrouted = constant_rows(native, given)
+    misrouted = constant_rows(native, replayed)
     halfway = float(np.clip(agreement.sum() / max(max_agreement.sum(), 1e-9) / 2, 0.1, 0.5))
     for begin, end in pairwise(starts):
         run = _worst_run(halfway * max_agreement[begin:end] - agreement[begin:end])
@@ -83,12 +83,12 @@ def misrouted_rows(native: RouteBatch, given: RouteBatch, scores: RowScores, sta
     return misrouted & covered
 
 
-def constant_rows(native: RouteBatch, given: RouteBatch) -> np.ndarray:
+def constant_rows(native: RouteBatch, replayed: RouteBatch) -> np.ndarray:
     """Return which rows name the same experts in every layer, as rows filled with a constant do, (R,) bool."""
     no_rows = np.zeros(native.num_rows, bool)
     if len(native.layers) < 3:
         return no_rows
-    filled = _same_in_all_layers(given) & given.valid.all(0).numpy()
+    filled = _same_in_all_layers(replayed) & replayed.valid.all(0).numpy()
     in_native = _same_in_all_layers(native)
     return filled & ~in_native if filled.sum() > 2 + 4 * in_native.sum() else no_rows
 
@@ -131,15 +131,15 @@ class Affected(NamedTuple):
 
 def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     """Return what the sequential test refuses, None if nothing; evidence has all covered rows and all layers."""
-    native, given = evidence.native, evidence.given
+    native, replayed = evidence.native, evidence.replayed
     chance = np.random.default_rng(0)
     layers = sorted(chance.choice(native.layers, min(LAYERS, len(native.layers)), replace=False).tolist())
     count = len(evidence.lengths)
     per_sequence = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
     sample = RowSample.draw(layout, chance, sequences=count, rows=per_sequence * count, allowed=evidence.rows)
-    ours, theirs = native.select_layers(layers), given.select_layers(layers)
+    ours, theirs = native.select_layers(layers), replayed.select_layers(layers)
     num_experts = max(
-        native.num_experts or 0, int(native.routed_experts.max()) + 1, int(given.routed_experts.max()) + 1
+        native.num_experts or 0, int(native.routed_experts.max()) + 1, int(replayed.routed_experts.max()) + 1
     )
     history, suspects = EvidenceHistory(), []
     log_wealth, unit_counts = history.log_wealth, history.unit_counts
@@ -178,8 +178,8 @@ def _rows_of_units(evidence: Evidence, sample: RowSample, units: np.ndarray) -> 
 def _agreement(evidence: Evidence, rows: np.ndarray) -> np.ndarray:
     """Return (L, n): agreement above chance."""
     chance = torch.from_numpy(np.nan_to_num(evidence.chance, nan=1.0))[:, None]
-    shared = expert_overlap(evidence.native.routed_experts[:, rows], evidence.given.routed_experts[:, rows]) - chance
-    return torch.where(evidence.given.valid[:, rows], shared, 0).numpy()
+    shared = expert_overlap(evidence.native.routed_experts[:, rows], evidence.replayed.routed_experts[:, rows]) - chance
+    return torch.where(evidence.replayed.valid[:, rows], shared, 0).numpy()
 
 
 def _low(agreement: np.ndarray, values: np.ndarray) -> np.ndarray:
