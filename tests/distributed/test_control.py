@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_replay.distributed import network
 from moe_replay.distributed.network import TOKEN_BYTES, RankServer
 from moe_replay.distributed.rank_watch import Failure, FailureChannel
-from moe_replay.distributed.ranks import all_gather_text, any_rank, from_rank_0, raise_on_all_ranks, rank
+from moe_replay.distributed.ranks import all_gather_json, any_rank, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.train.setup import launch
 from tests.distributed.harness import run_ranks
 from tests.faults.forked import fork_python
@@ -72,7 +72,7 @@ def exchange() -> list[Any]:
         with raise_on_all_ranks("work"):
             if rank() == 2:
                 time.sleep(2 * SHORT_S)
-        told = [all_gather_text(f"rank {rank()}"), from_rank_0(lambda: "é", "telling"), any_rank(rank() == 1)]
+        told = [all_gather_json(f"rank {rank()}"), from_rank_0(lambda: "é", "telling"), any_rank(rank() == 1)]
         try:
             with raise_on_all_ranks("other work"):
                 if rank() == 1:

@@ -185,7 +185,7 @@ def test_a_rank_lost_while_writing_is_not_reported_as_a_full_disk(
 
     policy, checkpoints = SlowPolicy(), Checkpoints(tmp_path, asynchronous=True)
     monkeypatch.setattr(checkpoints._group, "_group", object())
-    monkeypatch.setattr("moe_replay.train.checkpoint.checkpoint.all_gather", lose_peer)
+    monkeypatch.setattr("moe_replay.train.checkpoint.checkpoint.all_gather_json", lose_peer)
     policy.may_write.set()
     checkpoints.save(policy, state_at(1))
     assert checkpoints.settle()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hmac
-import json
 import math
 import os
 import secrets
@@ -16,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_replay.distributed.ranks import all_gather_text, from_rank_0
+from moe_replay.distributed.ranks import all_gather_json, from_rank_0
 
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737), reached by the default route
@@ -83,17 +82,17 @@ def open_rank_server(machines: Sequence[str], doing: str) -> RankServer:
     """
     hosts = [""] * len(machines)
     if len(set(machines)) > 1:
-        hosts = all_gather_text(own_address())
+        hosts = all_gather_json(own_address())
     elsewhere = [host for host, machine in zip(hosts, machines, strict=True) if machine != machines[0]]
     listeners: list[socket.socket] = []
 
-    def listen() -> str:
+    def listen() -> tuple[str, int, str]:
         host = address_towards(elsewhere[0]) if elsewhere else LOOPBACK
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listeners.append(socket.create_server((host, 0), family=family, backlog=BACKLOG))
-        return json.dumps([host, listeners[0].getsockname()[1], secrets.token_hex(TOKEN_BYTES)])
+        return host, listeners[0].getsockname()[1], secrets.token_hex(TOKEN_BYTES)
 
-    host, port, token = json.loads(from_rank_0(listen, doing))
+    host, port, token = from_rank_0(listen, doing)
     return RankServer(host, port, bytes.fromhex(token), next(iter(listeners), None))
 
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from moe_replay.distributed.network import RankServer, admitted, machine_id, open_rank_server
-from moe_replay.distributed.ranks import OtherRankError, all_gather_text, rank, world_size
+from moe_replay.distributed.ranks import OtherRankError, all_gather_json, rank, world_size
 from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.utils.misc import one_line, printable
 from moe_replay.utils.processes import start_time
@@ -207,9 +207,7 @@ class RankWatch:
             return
         self._rank = rank()
         here, own_pid = machine_id(), os.getpid()
-        processes_of_ranks = [
-            json.loads(text) for text in all_gather_text(json.dumps([here, own_pid, start_time(own_pid)]))
-        ]
+        processes_of_ranks = all_gather_json([here, own_pid, start_time(own_pid)])
         for peer, (machine, pid, started) in enumerate(processes_of_ranks):
             if processes and here and machine == here and peer != self._rank and start_time(pid) == started:
                 with suppress(ProcessLookupError):  # it has just ended, and so will the connection to it

@@ -1,13 +1,15 @@
-"""The ranks of a job: which one this is, text exchanged between them, and failures raised on all of them.
+"""The ranks of a job: which one this is, values exchanged between them as JSON, and failures raised on all of them.
 
 A process without a process group is rank 0 of 1.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +40,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def all_gather_text(text: str) -> list[str]:
-    """Return the text of every rank, in rank order, on every rank."""
-    if world_size() == 1:
-        return [text]
-    gathered = all_gather(np.frombuffer(text.encode(), np.uint8), control_group())
-    return [part.tobytes().decode() for part in gathered]
+def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the value of every rank, in rank order, on every rank, as it is read from JSON.
+
+    group   of all ranks; None: the control group
+    """
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    gathered = [own] if world_size() == 1 else all_gather(own, group or control_group())
+    return [json.loads(part.tobytes()) for part in gathered]
 
 
 def barrier() -> None:
@@ -56,13 +60,13 @@ def any_rank(flag: bool) -> bool:
     return _first_rank_with(flag) is not None
 
 
-def from_rank_0(make: Callable[[], str], doing: str) -> str:
-    """Return the result of `make` on rank 0 on every rank; if it fails there, raise on every rank."""
+def from_rank_0(make: Callable[[], Any], doing: str) -> Any:
+    """Return what `make` returns on rank 0 on every rank, as it is read from JSON; if it fails, raise on every rank."""
+    content = b""
     with raise_on_all_ranks(doing):
-        text = make() if rank() == 0 else None
-    if world_size() == 1:
-        return text or ""
-    return broadcast_bytes(None if text is None else text.encode()).decode()
+        if rank() == 0:
+            content = json.dumps(make()).encode()
+    return json.loads(broadcast_bytes(content) if world_size() > 1 else content)
 
 
 class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib names its own

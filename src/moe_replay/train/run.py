@@ -468,11 +468,11 @@ def _speed_meter(config: TrainConfig, backend: Backend, folder: str) -> SpeedMet
 def _with_steps(config: TrainConfig, inputs: Inputs | None, run: Run, progress: ConsoleProgress) -> TrainConfig:
     """Collective: return the config with the number of steps in its epochs."""
 
-    def count() -> str:
+    def count() -> int:
         assert inputs is not None
-        return str(steps_of_epochs(config, len(inputs.prompts)))
+        return steps_of_epochs(config, len(inputs.prompts))
 
-    steps = int(from_rank_0(count, "counting the steps"))
+    steps = from_rank_0(count, "counting the steps")
     with_steps = config.model_copy(update={"steps": steps})
     run.update(with_steps)
     progress.plan(steps)

@@ -18,7 +18,6 @@ then, because gathering the weights is collective, and all ranks learn from rank
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -29,7 +28,7 @@ from urllib.parse import urlsplit
 import torch
 
 from moe_replay.distributed.network import LOOPBACK, address_towards
-from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
+from moe_replay.distributed.ranks import all_gather_json, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.utils.misc import one_line
 from moe_replay.weights.identity import Probe
@@ -248,10 +247,9 @@ class _Attempt:
         self.remaining: Targets = {}
         self._hand_over: HandOver | None = None
         self._nbytes: int | None = None  # that rank 0 has seen on their way from all ranks
-        prepared = from_rank_0(self._open_store, "preparing an update of the engine's weights")
-        self._shared: dict[str, Any] = json.loads(prepared)
+        self._shared = from_rank_0(self._open_store, "preparing an update of the engine's weights")
 
-    def _open_store(self) -> str:
+    def _open_store(self) -> dict[str, Any]:
         """Open the store of the transfer, and return how to reach it; on rank 0."""
         if self._targets is None and self._engine is not None:
             self._targets = self._engine.transfer_targets(self._version)
@@ -263,15 +261,13 @@ class _Attempt:
         only = next(iter(addresses)) if len(addresses) == 1 else None
         self._store = TransferStore.listen(only or ANY_ADDRESS, self._transport.timeout_s)
         devices = [name for receivers in self._targets.values() for name in receivers.ids]
-        return json.dumps(
-            {
-                "host": only or LOOPBACK,
-                "port": self._store.port,
-                "token": self._store.token,
-                "workers": len(devices),
-                "opens": {name: sorted(opened) for name, opened in _opened(self._targets).items()},
-            }
-        )
+        return {
+            "host": only or LOOPBACK,
+            "port": self._store.port,
+            "token": self._store.token,
+            "workers": len(devices),
+            "opens": {name: sorted(opened) for name, opened in _opened(self._targets).items()},
+        }
 
     def _meet(self, source: WeightSource) -> Rendezvous:
         """Return who takes part."""
@@ -308,7 +304,7 @@ class _Attempt:
                 if not verdict and not (self._engine is None and isinstance(failure, TransferError)):
                     raise
                 verdict = verdict and f"{verdict} {one_line(failure)}"
-        next_step, _, cause = all_gather_text(verdict)[0].partition(" ")
+        next_step, _, cause = all_gather_json(verdict)[0].partition(" ")
         if next_step == "fall_back":
             raise TransferFailedError(cause)
         return None if next_step else groups.nbytes if self._nbytes is None else self._nbytes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_replay.distributed.ranks import all_gather_text, barrier, raise_on_all_ranks, rank, world_size
+from moe_replay.distributed.ranks import all_gather_json, barrier, raise_on_all_ranks, rank, world_size
 from moe_replay.megatron.weights.tensor_slices import Shape, Slices, WeightMapError
 from moe_replay.utils.files import Write, apply_umask
 from moe_replay.weights.source import DividedSource, Group, PerLayerReceivers, WeightSource, owners_of
@@ -238,7 +238,7 @@ class CheckpointWriter:
     def finished(self, like: Path) -> Write:
         """Return the function that gives all files their final names; config and tokenizer are `like`'s. Collective."""
         self._flush()
-        sizes: list[list[dict[str, int]]] = [json.loads(text) for text in all_gather_text(json.dumps(self._sizes))]
+        sizes: list[list[dict[str, int]]] = all_gather_json(self._sizes)
         count = sum(map(len, sizes))
         names = [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
         if count == 1:

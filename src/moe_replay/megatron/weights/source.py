@@ -6,7 +6,6 @@ unsharded parameters) is sent by one of them, and never to a rank that holds it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.distributed.collectives import Exchange
-from moe_replay.distributed.ranks import all_gather_text
+from moe_replay.distributed.ranks import all_gather_json
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.loading import Chunks, Merging, WeightMap, check
@@ -219,7 +218,7 @@ def _positions(local: LocalModel) -> list[_Position]:
     """Return the coordinates of all ranks. Collective."""
     groups = local.groups
     coordinates = [groups.pipeline.rank(), groups.tensor.rank(), groups.expert.rank(), groups.expert_tensor.rank()]
-    return [_Position(*json.loads(text)) for text in all_gather_text(json.dumps(coordinates))]
+    return [_Position(*of_rank) for of_rank in all_gather_json(coordinates)]
 
 
 class _Assembly:

@@ -226,7 +226,7 @@ def sharded_model(
     """
     whole, has_adapters = None, trained and bool(config.lora_rank)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    seed = int(from_rank_0(lambda: str(int(torch.randint(2**62, ()))), "drawing a seed")) if has_adapters else 0
+    seed = from_rank_0(lambda: int(torch.randint(2**62, ())), "drawing a seed") if has_adapters else 0
     with raise_on_all_ranks("loading the model"):
         settings = read_config(folder, trust_remote_code=config.trust_remote_code)
         settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})

@@ -28,21 +28,21 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_replay.distributed.collectives import PATIENCE, all_gather
+from moe_replay.distributed.collectives import PATIENCE
 from moe_replay.distributed.ranks import (
     OtherRankError,
-    all_gather_text,
+    all_gather_json,
     from_rank_0,
     raise_on_all_ranks,
     rank,
@@ -122,8 +122,8 @@ CLOSE_S = 600.0
 
 Commit = Callable[[Entries], None]
 """Called on rank 0 with the entries of all files once every rank has written its own."""
-Gather = Callable[[str], list[str]]
-"""Text of this rank -> texts of all ranks."""
+Gather = Callable[[Any], list[Any]]
+"""Value of this rank, as JSON has it -> values of all ranks."""
 
 
 class WriterGroup:
@@ -132,15 +132,12 @@ class WriterGroup:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if world_size() > 1 else None
 
-    def gather(self, text: str) -> list[str]:
-        """Return the text of every rank, in rank order."""
-        if self._group is None:
-            return [text]
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order."""
         try:
-            gathered = all_gather(np.frombuffer(text.encode(), np.uint8), self._group)  # type: ignore[arg-type]
-        except RuntimeError as error:  # gloo's; errors in writing files travel in the text
+            return all_gather_json(value, self._group)  # type: ignore[arg-type]
+        except RuntimeError as error:  # gloo's; errors in writing files are values
             raise WriterLostError("another rank ended while the checkpoint was being written") from error
-        return [part.tobytes().decode() for part in gathered]
 
     def close(self) -> None:
         """Destroy the group; the caller has made sure that no thread uses it."""
@@ -160,41 +157,37 @@ class Writing:
         self.folder = folder
         self._writes = dict(writes)
         self._commit = commit
-        self._thread: threading.Thread | None = None
-        self._caught = _Caught()
+        self._ended: Future[None] = Future()
 
-    def run(self, gather: Gather = all_gather_text) -> None:
+    def run(self, gather: Gather = all_gather_json) -> None:
         """Write everything; if that fails on one rank, raise on all."""
         entries: Entries = {}
-        caught = _Caught()
-        with caught:
+        with _raised_on_all_ranks(gather):
             entries = self._write_own()
         self._writes = {}  # what was copied to host memory is free
-        reports = [json.loads(text) for text in gather(json.dumps([caught.report, entries]))]
-        caught.raise_on_all_ranks([report for report, _ in reports])
-        with caught:
+        by_rank = gather(entries)
+        with _raised_on_all_ranks(gather):
             if rank() == 0:
-                self._commit({name: entry for _, of_rank in reports for name, entry in of_rank.items()})
-        caught.raise_on_all_ranks(gather(caught.report))
+                self._commit({name: entry for of_rank in by_rank for name, entry in of_rank.items()})
 
     def start(self, gather: Gather) -> None:
         """Do in a thread what `run` does."""
 
         def run() -> None:
-            with self._caught:
+            try:
                 self.run(gather)
+            except BaseException as error:
+                self._ended.set_exception(error)
+            else:
+                self._ended.set_result(None)
 
-        self._thread = threading.Thread(target=run, name=f"writing {self.folder.name}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=run, name=f"writing {self.folder.name}", daemon=True).start()
 
     def join(self, limit_s: float | None = None) -> bool:
-        """Wait for the thread; raise what it raised. Return whether it has ended."""
-        if self._thread is not None:
-            self._thread.join(limit_s)
-            if self._thread.is_alive():
-                return False
-        if self._caught.error is not None:
-            raise self._caught.error
+        """Wait for the thread of `start`; raise what it raised. Return whether it has ended."""
+        if not wait([self._ended], limit_s).done:
+            return False
+        self._ended.result()
         return True
 
     def _write_own(self) -> Entries:
@@ -204,33 +197,17 @@ class Writing:
         return manifest.measure(self.folder, [file.relative_to(self.folder).as_posix() for file in files])
 
 
-class _Caught:
-    """Keeps an error of the block for later; what ends the process passes."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.error = error
-        return True
-
-    @property
-    def report(self) -> str:
-        """The error in a line; empty if there is none."""
-        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
-
-    def raise_on_all_ranks(self, reports: list[str]) -> None:
-        """Raise the error of this rank, or one that names a rank that has one."""
-        if self.error is not None:
-            raise self.error
-        for other_rank, report in enumerate(reports):
-            if report:
-                raise OtherRankError(f"writing a checkpoint failed on rank {other_rank}: {report}")
+@contextmanager
+def _raised_on_all_ranks(gather: Gather) -> Iterator[None]:
+    """Raise an error of this rank's block, or one that names a rank that has one; what ends the process passes."""
+    try:
+        yield
+    except Exception as error:
+        gather(f"{type(error).__name__}: {error}")
+        raise
+    for other_rank, report in enumerate(gather("")):
+        if report:
+            raise OtherRankError(f"writing a checkpoint failed on rank {other_rank}: {report}")
 
 
 FORMAT = 3
@@ -318,7 +295,7 @@ class Checkpoints:
             checkpoint_bytes += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
         from_rank_0(lambda: self._check_room(checkpoint_bytes), "checking the disk space for checkpoints")
 
-    def _check_room(self, checkpoint_bytes: int) -> str:
+    def _check_room(self, checkpoint_bytes: int) -> None:
         try:
             write_whole(self.folder / ".writable", "")
             (self.folder / ".writable").unlink()
@@ -334,7 +311,6 @@ class Checkpoints:
                 found=f"{free / 1e9:.2f} GB free",
                 remedy="Free some space, keep fewer (checkpoint.keep), or disable the export (checkpoint.export)",
             )
-        return ""
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +325,7 @@ class Checkpoints:
             return target  # no step since it was written
         began = time.monotonic()
         self.wait()
-        with _Staged(self, state.step) as staged:
+        with self._staged(state.step) as staged:
             from_rank_0(lambda: _begin(staged, target), "creating a checkpoint")
             with raise_on_all_ranks("copying the policy for a checkpoint"):
                 writes = {"policy": policy.stage(), "rng": rng.stage(policy.device)}
@@ -365,6 +341,26 @@ class Checkpoints:
         self._waited_s = (self._waited_s or 0.0) + time.monotonic() - began
         return target
 
+    @contextmanager
+    def _staged(self, step: int) -> Iterator[Path]:
+        """Yield the hidden folder that a checkpoint is written to; deleted if that fails, which the error reports."""
+        staged = _hidden(self.path(step), "partial")
+        try:
+            yield staged
+        except BaseException as error:
+            if rank() == 0:
+                shutil.rmtree(staged, ignore_errors=True)
+            if isinstance(error, (KeyboardInterrupt, SystemExit, WriterLostError)):
+                raise
+            kept = self.steps()
+            raise CheckpointWriteError(
+                f"the checkpoint of step {step} could not be written: {type(error).__name__}: {error}",
+                found=f"{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free",
+                remedy=f"The partial checkpoint is deleted; the checkpoint of step {kept[-1]} is kept"
+                if kept
+                else "The partial checkpoint is deleted; there is no other checkpoint",
+            ) from error
+
     def metrics(self) -> dict[str, float]:
         """Return the seconds that `save` took since the last call, if it was called."""
         waited_s, self._waited_s = self._waited_s, None
@@ -377,7 +373,7 @@ class Checkpoints:
             return
         step, self._current = self._current, None
         assert step is not None
-        with _Staged(self, step):
+        with self._staged(step):
             if self._group is None:
                 writing.run()
             else:
@@ -447,7 +443,7 @@ class Checkpoints:
 
         Damaged ones are renamed; each is reported to `status`, as a line of text, and logged.
         """
-        steps = json.loads(from_rank_0(lambda: json.dumps(self._named_steps()), "looking for checkpoints"))
+        steps = from_rank_0(self._named_steps, "looking for checkpoints")
         damage: dict[int, str] = {}
         for step in reversed(steps):
             if cause := damage_of(self.path(step)):
@@ -504,14 +500,14 @@ class Checkpoints:
     def _put_aside(self, damage: Mapping[int, str], used: int, status: StatusCallback | None) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again, and report each."""
 
-        def rename() -> str:
+        def rename() -> list[str]:
             names = []
             for path in map(self.path, damage):
                 names.append(_unused(path.with_name(f"{path.name}{DAMAGED}")).name)
                 path.rename(path.with_name(names[-1]))
-            return " ".join(names)
+            return names
 
-        names = from_rank_0(rename, "renaming damaged checkpoints").split()
+        names = from_rank_0(rename, "renaming damaged checkpoints")
         for (step, cause), name in zip(damage.items(), names, strict=True):
             line = f"the checkpoint of step {step} is damaged ({cause}), now named {name}: resuming from step {used}"
             logger.warning("%s", line)
@@ -520,13 +516,12 @@ class Checkpoints:
 
     # ---- deleting ------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> str:
+    def _prepare(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"the checkpoint folder cannot be created: {error}") from error
         self._sweep()
-        return ""
 
     def _remove_old(self) -> None:
         for step in self.steps()[: -self._keep]:
@@ -543,33 +538,6 @@ class Checkpoints:
                 logger.warning("%s could not be deleted yet: %s", path, error)
 
 
-class _Staged:
-    """The hidden folder that a checkpoint is written to; deleted if writing fails, which the error reports."""
-
-    def __init__(self, checkpoints: Checkpoints, step: int) -> None:
-        self._checkpoints = checkpoints
-        self._step = step
-        self._path = _hidden(checkpoints.path(step), "partial")
-
-    def __enter__(self) -> Path:
-        return self._path
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None:
-            return
-        if rank() == 0:
-            shutil.rmtree(self._path, ignore_errors=True)
-        if not isinstance(error, (KeyboardInterrupt, SystemExit, WriterLostError)):
-            kept = self._checkpoints.steps()
-            raise CheckpointWriteError(
-                f"the checkpoint of step {self._step} could not be written: {type(error).__name__}: {error}",
-                found=f"{shutil.disk_usage(self._checkpoints.folder).free / 1e9:.2f} GB free",
-                remedy=f"The partial checkpoint is deleted; the checkpoint of step {kept[-1]} is kept"
-                if kept
-                else "The partial checkpoint is deleted; there is no other checkpoint",
-            ) from error
-
-
 # ---- helpers -------------------------------------------------------------------------------------------------------
 
 
@@ -583,13 +551,12 @@ def _unused(path: Path) -> Path:
     return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())
 
 
-def _begin(staged: Path, target: Path) -> str:
+def _begin(staged: Path, target: Path) -> None:
     if target.exists():
         raise CheckpointError(f"{target} already exists", remedy="Resume from it with restore, or delete it")
     shutil.rmtree(staged, ignore_errors=True)
     for folder in (staged, staged / "policy", staged / "rng"):
         folder.mkdir()
-    return ""
 
 
 def _publish(staged: Path, target: Path) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank, world_size
+from moe_replay.distributed.ranks import all_gather_json, from_rank_0, raise_on_all_ranks, rank, world_size
 from moe_replay.errors import MoeReplayError
 from moe_replay.utils.files import write_whole
 
@@ -42,13 +42,13 @@ class UnreadableError(MoeReplayError):
 def damage_on_all_ranks(folder: Path, ignore: tuple[str, ...]) -> str:
     """Return what is damaged in a folder, "" if nothing is; files that begin with one of `ignore` are not read."""
 
-    def listed() -> str:
+    def listed() -> Entries | str:
         try:
-            return json.dumps({name: entry for name, entry in read(folder).items() if not name.startswith(ignore)})
+            return {name: entry for name, entry in read(folder).items() if not name.startswith(ignore)}
         except DamageError as error:
-            return json.dumps(str(error))
+            return str(error)
 
-    entries = json.loads(from_rank_0(listed, f"reading {FILE}"))
+    entries = from_rank_0(listed, f"reading {FILE}")
     if isinstance(entries, str):
         return entries
     damage = ""
@@ -57,7 +57,7 @@ def damage_on_all_ranks(folder: Path, ignore: tuple[str, ...]) -> str:
             check(folder, {name: entries[name] for name in _share(sorted(entries))})
         except DamageError as error:
             damage = str(error)
-    return next(filter(None, all_gather_text(damage)), "")
+    return next(filter(None, all_gather_json(damage)), "")
 
 
 def _share(names: list[str]) -> list[str]:

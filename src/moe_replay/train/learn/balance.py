@@ -10,7 +10,6 @@ Units are the samples that must stay together: one sample, or the samples that s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +27,8 @@ Division = list[list[list[int]]]
 """[data rank][micro-batch] -> indices of sequences, or of units."""
 Bins = list[list[Tree]]
 """Units of each micro-batch of a rank."""
+Indices = list[list[list[list[int]]]]
+"""[data rank][micro-batch][unit] -> indices of its sequences."""
 
 LOAD, LOAD_BY_TOKENS, LOAD_LIMIT = "batch/ep_load", "batch/ep_load_by_tokens", "batch/ep_load_limit"
 
@@ -282,14 +283,10 @@ class ExpertBalance:
         """
         part = self._counted(updates, bodies, layers)
         parts = all_gather(part, control_group()) if world_size() > 1 else [part]
-        answer = json.loads(
-            from_rank_0(lambda: self._decided(parts, len(updates), len(layers), budget, packed=packed), "balancing")
+        divided, self.metrics = from_rank_0(
+            lambda: self._decided(parts, len(updates), len(layers), budget, packed=packed), "balancing"
         )
-        self.metrics = answer["metrics"]
-        return [
-            [[Tree(list(indices)) for indices in bin_] for bin_ in ranks[self._backend.data_rank]]
-            for ranks in answer["updates"]
-        ]
+        return [[[Tree(indices) for indices in bin_] for bin_ in ranks[self._backend.data_rank]] for ranks in divided]
 
     def _counted(self, updates: Sequence[Bins], bodies: Mapping[int, Trajectory], layers: Sequence[int]) -> np.ndarray:
         """Return the bytes of a part: this rank's units, and their rows for each rank in each of its layers."""
@@ -320,11 +317,11 @@ class ExpertBalance:
 
     def _decided(
         self, parts: Sequence[np.ndarray], num_updates: int, num_layers: int, budget: int, *, packed: bool
-    ) -> str:
-        """Return the trees of each micro-batch of each data rank for each update, and the metrics, as JSON."""
+    ) -> tuple[list[Indices], dict[str, float]]:
+        """Return the division of each update, and the metrics."""
         ranks = _read_parts(parts, num_layers, self._exchange.ranks)
         before, after, limit = Loads(0, 0), Loads(0, 0), Loads(0, 0)
-        answer = []
+        divided: list[Indices] = []
         for number in range(num_updates):
             trees: list[list[int]] = []
             tokens: list[int] = []
@@ -337,18 +334,17 @@ class ExpertBalance:
                     trees.append(unit.indices)
                     tokens.append(unit.tokens)
                     rows.append(unit.rows)
-            answer.append([[[] for _ in share] for share in division])
+            divided.append([[[] for _ in share] for share in division])
             if trees:
                 fed = np.array(tokens, np.int64)
                 units = Units(fed, spread_evenly(np.stack(rows), fed, self._backend.topology.top_k))
                 width = self._exchange.data_ranks
                 balanced = balanced_division(division, units, width, budget, packed=packed)
-                answer[-1] = [[[trees[unit] for unit in bin_] for bin_ in share] for share in balanced]
+                divided[-1] = [[[trees[unit] for unit in bin_] for bin_ in share] for share in balanced]
                 before += loads_of(division, units, width)
                 after += loads_of(balanced, units, width)
                 limit += best_possible(units)
-        metrics = {LOAD: after.ratio, LOAD_BY_TOKENS: before.ratio, LOAD_LIMIT: limit.ratio}
-        return json.dumps({"updates": answer, "metrics": metrics})
+        return divided, {LOAD: after.ratio, LOAD_BY_TOKENS: before.ratio, LOAD_LIMIT: limit.ratio}
 
 
 class _Unit(NamedTuple):

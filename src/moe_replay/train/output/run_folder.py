@@ -80,12 +80,11 @@ class Run:
         """Open the metric sinks for step `after` + 1; metrics logged for later steps before a resume are removed."""
         from_rank_0(lambda: self._open_sinks(after), "opening the metric sinks")
 
-    def _open_sinks(self, after: int) -> str:
+    def _open_sinks(self, after: int) -> None:
         remove_completions(self.folder, after)
         log = self._config.log
         self._sinks = Sinks(log.enabled_sinks, SinkContext(self.folder, self._config.name, after, log.project))
         self._resources.callback(self._sinks.close)
-        return ""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of one step to every sink; does nothing on ranks other than 0."""
@@ -150,12 +149,11 @@ def check_run_folder(config: TrainConfig) -> None:
         _locked(folder).close()
 
 
-def _write_config(config: TrainConfig, folder: Path) -> str:
+def _write_config(config: TrainConfig, folder: Path) -> None:
     """Write config.toml with the folder in it, so that training from this file resumes this run."""
     from moe_replay.train.config.file import to_toml
 
     write_whole(folder / "config.toml", to_toml(config.model_copy(update={"output": folder})))
-    return ""
 
 
 def _locked(folder: Path) -> IO[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from moe_replay.distributed.network import LOOPBACK, address_towards
-from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, world_size
+from moe_replay.distributed.ranks import all_gather_json, from_rank_0, raise_on_all_ranks, world_size
 from moe_replay.engines.base import Engine, LoraSpec, StartRequest
 from moe_replay.engines.registry import start_engine
 from moe_replay.train.backends.lora import Targets, targets_of
@@ -111,9 +110,7 @@ def engines_of_all_nodes(
             processes = EngineProcesses(config.rollout.engine, request, count, token=token, host=host)
     try:
         here = [] if processes is None else [f"http://{address}:{port}" for port in processes.ports]
-        yield StartedEngines(
-            tuple(url for urls in all_gather_text(json.dumps(here)) for url in json.loads(urls)), token
-        )
+        yield StartedEngines(tuple(url for urls in all_gather_json(here) for url in urls), token)
     finally:
         if processes is not None:
             processes.close()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -185,7 +185,7 @@ def with_memory_decided(
     if device.type == "cpu":
         recomputed, resharded = recomputed != "auto" and recomputed, resharded is not False
 
-    def decide() -> str:
+    def decide() -> tuple[Any, Any, str]:
         total = device_module(device).mem_get_info(device)[1] / GIB
         try:
             settings = read_config(folder, trust_remote_code=model.trust_remote_code)
@@ -193,12 +193,12 @@ def with_memory_decided(
             sizes = ModelSizes.of(settings, topology, trust_remote_code=model.trust_remote_code)
             chosen = with_memory_used(config, sizes, gpus=world_size(), gpu_gib=total)
         except (MoeReplayError, AttributeError, TypeError) as error:
-            return json.dumps([True, True, f"the memory of the run cannot be estimated: {one_line(error)}"])
+            return True, True, f"the memory of the run cannot be estimated: {one_line(error)}"
         reason = f"so that {ROOM:.0%} of {total:.0f} GiB stay free, by estimate"
-        return json.dumps([chosen.model.gradient_checkpointing, chosen.backend.reshard_after_forward, reason])
+        return chosen.model.gradient_checkpointing, chosen.backend.reshard_after_forward, reason
 
     if "auto" in (recomputed, resharded):
-        recomputed, resharded, reason = json.loads(from_rank_0(decide, "deciding what memory is used for"))
+        recomputed, resharded, reason = from_rank_0(decide, "deciding what memory is used for")
         gathered = "" if backend.kind == "megatron" else f", gathered weights are {'freed' if resharded else 'kept'}"
         tell(f"layers are {'' if recomputed else 'not '}recomputed{gathered} ({reason})")
     return config.model_copy(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks
+from moe_replay.distributed.ranks import all_gather_json, from_rank_0, raise_on_all_ranks
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.train.config.registries import WEIGHT_TRANSPORTS
 from moe_replay.train.config.sections import WeightSyncConfig
@@ -98,9 +98,8 @@ class EngineSync:
         if self._fallback:
             return Choice("http", self._fallback)
         if not self._devices:
-            self._devices = all_gather_text(device_id(self._device))
-        text = from_rank_0(lambda: "\n".join(self._choose_on_rank_0(engine, version)), "choosing a weight transport")
-        return Choice(*text.split("\n"))
+            self._devices = all_gather_json(device_id(self._device))
+        return Choice(*from_rank_0(lambda: self._choose_on_rank_0(engine, version), "choosing a weight transport"))
 
     def _choose_on_rank_0(self, engine: SyncedEngine | None, version: int) -> Choice:
         configured = self._config.transport

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from moe_replay.distributed.collectives import control_group
 from moe_replay.distributed.network import admitted, machine_id, open_rank_server, receive_into
-from moe_replay.distributed.ranks import all_gather_text, rank
+from moe_replay.distributed.ranks import all_gather_json, rank
 from moe_replay.errors import AlignmentError, ExitStatus, MoeReplayError
 from moe_replay.records import Layers, RolloutBatch, Trajectory
 from moe_replay.routes.trace import RouteTrace
@@ -121,9 +121,9 @@ class RankStore:
 
     def __init__(self, data_rank: int, layers: Layers, timeout_s: float, machine: str | None = None) -> None:
         self._own = _RankLocation(os.getpid(), machine_id() if machine is None else machine, data_rank, layers)
-        gathered = map(json.loads, all_gather_text(json.dumps(self._own)))
         self._locations = [
-            _RankLocation(pid, where, share, tuple(layers_of_rank)) for pid, where, share, layers_of_rank in gathered
+            _RankLocation(pid, where, share, tuple(layers_of_rank))
+            for pid, where, share, layers_of_rank in all_gather_json(self._own)
         ]
         self._sets = sorted({location.layers for location in self._locations})
         self._timeout_s = timeout_s
