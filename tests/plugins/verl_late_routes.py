@@ -11,7 +11,7 @@ import numpy as np
 from moe_replay.integrations.hosts import after_import
 
 
-def _shift(module: ModuleType) -> None:
+def shift(module: ModuleType) -> None:
     generate = module.vLLMHttpServer.generate
 
     @wraps(generate)
@@ -24,4 +24,4 @@ def _shift(module: ModuleType) -> None:
     module.vLLMHttpServer.generate = generate_late
 
 
-after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", _shift)
+after_import("verl.workers.rollout.vllm_rollout.vllm_async_server", f"{__name__}:shift")

@@ -76,7 +76,7 @@ def _init_with_one_backend(backend: str | None = None, *args: Any, **kwargs: Any
 torch.distributed.init_process_group = _init_with_one_backend
 
 
-def _reload_packed_weights(module: ModuleType) -> None:
+def reload_packed_weights(module: ModuleType) -> None:
     """On a CPU vLLM packs weights where its loaders would write: let its own reload unpack them for verl's update."""
     extension = module.vLLMColocateWorkerExtension
     original = extension.update_weights_from_ipc
@@ -107,4 +107,4 @@ def _reload_packed_weights(module: ModuleType) -> None:
     extension.update_weights_from_ipc = update_weights_from_ipc
 
 
-after_import("verl.workers.rollout.vllm_rollout.utils", _reload_packed_weights)
+after_import("verl.workers.rollout.vllm_rollout.utils", f"{__name__}:reload_packed_weights")

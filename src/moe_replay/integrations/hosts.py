@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -23,6 +25,20 @@ from moe_replay.errors import MoeReplayError
 
 class HostError(MoeReplayError):
     """A trainer, or settings of it, with which routes cannot be replayed or checked."""
+
+
+@contextmanager
+def printed_before_raised(*, warns: bool = False) -> Iterator[None]:
+    """Print an error before it is raised, since other ranks may wait in a collective until it times out.
+
+    warns   print it, and raise nothing
+    """
+    try:
+        yield
+    except MoeReplayError as error:
+        print(f"moe-replay {'warns' if warns else 'stops this run'}: {error}", file=sys.stderr, flush=True)
+        if not warns:
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +150,21 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 # ---- modules that are not there yet ----------------------------------------------------------------------------------
 
 
-def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Call `act` with a module as soon as it has been imported; now, if it has been already."""
+def after_import(name: str, function: str) -> None:
+    """Call `function`, "module:name", with a module as soon as it has been imported; now, if it has been already."""
     module = sys.modules.get(name)
     if module is None:
-        sys.meta_path.insert(0, _Waiting(name, act))
+        sys.meta_path.insert(0, _Waiting(name, function))
     else:
-        act(module)
+        resolve_name(function)(module)
 
 
 class _Waiting(MetaPathFinder, Loader):
-    """Finds one module, by asking everyone else, and acts once it is loaded."""
+    """Finds one module, by asking everyone else, and calls a function once it is loaded."""
 
-    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+    def __init__(self, name: str, function: str) -> None:
         self._name = name
-        self._act = act
+        self._function = function
         self._loader: Any = None
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -168,4 +184,4 @@ class _Waiting(MetaPathFinder, Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        self._act(module)
+        resolve_name(self._function)(module)

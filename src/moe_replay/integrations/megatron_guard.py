@@ -7,21 +7,22 @@ fix: `RouterReplay` of this library replays, and the trainer's replay stays off.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_replay.errors import AlignmentError, MoeReplayError
-from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.errors import AlignmentError
+from moe_replay.integrations.hosts import ReplaySettings, printed_before_raised
 from moe_replay.integrations.step_metrics import StepMetrics
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.utils.device import read_later
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.device import read_later, to_device
 
 Routers = Callable[[Any], list[tuple[int, Any]]]  # chunk -> (decoder layer, the replay object of its router)
 
@@ -60,6 +61,59 @@ class RouterGuard:
                 for layer, router in routers(chunk):
                     _observe(router, layer, self)
 
+    # ---- a micro-batch ------------------------------------------------------------------------------------------
+
+    def follow(
+        self,
+        run: Callable[[], Any],
+        host: Any,
+        chunk: Any,
+        expected: RouteBatch,
+        ids: Iterable[Sequence[int]],
+        *,
+        observes: bool,
+    ) -> tuple[Any, RouteBatch | None]:
+        """Run the trainer's forward of a micro-batch on the expected routes, under its own replay or under ours.
+
+        host   whose replay is left off under ours
+        ids    of each sample
+
+        Returns what `run` does, and the routers' own choices if they are observed.
+        """
+        if self.controller is None:
+            return self.check(run, chunk, expected, observes=observes)
+        assert expected.layout is not None
+        fed_ids = self._fed_ids(chunk, expected.layout, ids)
+        with without_own_replay(host), self.controller.replay(expected, fed_ids=fed_ids, observe=observes) as replaying:
+            result = run()
+        return result, replaying.native() if observes else None
+
+    def record(
+        self, run: Callable[[], Any], host: Any, chunk: Any, layout: TokenLayout, ids: Sequence[Sequence[int]]
+    ) -> tuple[Any, list[RouteTrace]]:
+        """Run a forward in which the trainer records, or we in its place; return the routes on this rank too."""
+        if self.controller is None:
+            with self._observing(True) as native:
+                result = run()
+            return result, RouteBatch.recorded(native, self.topology).to_traces(ids, layout, unverified=True)
+        fed_ids = self._fed_ids(chunk, layout, ids)
+        with without_own_replay(host), self.controller.record(fed_ids=fed_ids) as recording:
+            result = run()
+        return result, recording.traces(layout, ids)
+
+    def expected(self, traces: Sequence[RouteTrace], layout: TokenLayout, chunk: Any) -> RouteBatch:
+        """Return the routes that the routers of a chunk should follow; traces of R2 have layers of this stage only."""
+        if self.controller is None:
+            layers = tuple(layer for layer, _ in self._routers(chunk))
+        else:
+            layers = self.controller.layers_of(chunk)
+        all_layers = self.topology.layers
+        return RouteBatch.from_traces(traces, layout, layers, source_layers=all_layers, device=self.device)
+
+    def _fed_ids(self, chunk: Any, layout: TokenLayout, ids: Iterable[Sequence[int]]) -> Tensor | None:
+        """Return the ids for a chunk that is not fed any; None for the first."""
+        return None if chunk.pre_process else to_device(layout.fed_token_ids(list(ids)), self.device)
+
     # ---- check --------------------------------------------------------------------------------------------------
 
     def check(
@@ -88,12 +142,6 @@ class RouterGuard:
                 for raise_if_wrong in verdicts:
                     raise_if_wrong()
         return result, RouteBatch.recorded(native, self.topology) if observes else None
-
-    def record(self, run: Callable[[], Any]) -> tuple[Any, RouteBatch]:
-        """Run a forward in which the trainer records, and return the routers' choices too."""
-        with self._observing(True) as native:
-            result = run()
-        return result, RouteBatch.recorded(native, self.topology)
 
     @contextmanager
     def _observing(self, observes: bool) -> Iterator[dict[int, Tensor]]:
@@ -163,16 +211,6 @@ class RouterGuard:
         return self._native is not None
 
 
-@contextmanager
-def printed_before_raised() -> Iterator[None]:
-    """Print an error before it is raised: other ranks may wait in a collective until it times out."""
-    try:
-        yield
-    except MoeReplayError as error:
-        print(f"moe-replay stops this run: {error}", file=sys.stderr, flush=True)
-        raise
-
-
 def _observe(router: Any, layer: int, guard: RouterGuard) -> None:
     """Let the guard know what this router would choose; its own instance only."""
     choose = router.get_replay_topk
@@ -189,6 +227,20 @@ def _observe(router: Any, layer: int, guard: RouterGuard) -> None:
         )
 
     router.get_replay_topk = get_replay_topk
+
+
+def token_layout(packed: Tensor, lengths: Sequence[int], config: Any) -> TokenLayout:
+    """Return where a trainer puts tokens on this rank, from the index that went through its packing; 0 is padding."""
+    from megatron.core import parallel_state
+
+    shards: dict[str, Any] = {}
+    if (size := parallel_state.get_context_parallel_world_size()) > 1:
+        shards["context_shard"] = parallel_state.get_context_parallel_rank(), size
+    if config.sequence_parallel:
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        shards["sequence_shard"] = parallel_state.get_tensor_model_parallel_rank(), size
+    fed = packed.cpu().numpy() - 1
+    return TokenLayout(fed, tuple(lengths), (fed.shape[1],), "sequence", **shards)
 
 
 @contextmanager

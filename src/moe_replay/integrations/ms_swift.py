@@ -4,18 +4,7 @@ ms-swift imports this module in every process of a run, rollout servers too. Tra
 itself imports them; a version that was not tested is refused here. docs/coming-from.md has settings and metrics.
 """
 
-from __future__ import annotations
-
-from types import ModuleType
-
 from moe_replay.integrations.hosts import MS_SWIFT, after_import
 
-
-def _guard_grpo(module: ModuleType) -> None:
-    from moe_replay.integrations.ms_swift_megatron import install
-
-    install(module)
-
-
 MS_SWIFT.check_version()
-after_import("swift.megatron.trainers.grpo_trainer", _guard_grpo)
+after_import("swift.megatron.trainers.grpo_trainer", "moe_replay.integrations.ms_swift_megatron:install")

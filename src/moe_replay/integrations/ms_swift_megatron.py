@@ -22,13 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.integrations.hosts import MS_SWIFT, HostError, ReplaySettings
-from moe_replay.integrations.megatron_guard import RouterGuard, printed_before_raised, without_own_replay
+from moe_replay.integrations.hosts import MS_SWIFT, HostError, ReplaySettings, printed_before_raised
+from moe_replay.integrations.megatron_guard import RouterGuard, token_layout, without_own_replay
 from moe_replay.interop import from_ms_swift
-from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.utils.device import to_device
 
 PARAMETERS = {
     "MegatronGRPOTrainer._maybe_compute_logps": ("self", "batch", "teacher_inputs"),
@@ -111,6 +109,10 @@ class SwiftGuard(RouterGuard):
         compares = self.metrics.compares and not self._compared
         self._compared = True
         return compares
+
+    def inputs(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the micro-batch for ms-swift's forward: without routes if it leaves them to us."""
+        return data if self.controller is None else _without_routes(data)
 
     def micro_batch(self, data: dict[str, Any]) -> MicroBatch:
         """Return where ms-swift puts the tokens of a collated micro-batch."""
@@ -203,18 +205,6 @@ class MicroBatch:
             for sample, ((row, col), ids) in enumerate(zip(self.starts, self.ids, strict=True))
         ]
 
-    def expected(self, traces: Sequence[RouteTrace], layers: Sequence[int], guard: SwiftGuard) -> RouteBatch:
-        """Return the routes that the routers of `layers` should follow on this rank.
-
-        Traces of R2 have the layers of this pipeline stage only.
-        """
-        all_layers = guard.topology.layers
-        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=all_layers, device=guard.device)
-
-    def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
-        """Return the ids for a chunk that is not fed any; None for the first."""
-        return None if chunk.pre_process else to_device(self.layout.fed_token_ids(self.ids), device)
-
     def sampled(self, completion_mask: Tensor) -> np.ndarray:
         """Return (num_tokens,) bool: which tokens were sampled. ms-swift's mask (B, T) has the next token's."""
         mask = completion_mask.cpu()
@@ -229,7 +219,6 @@ def _layout(
     args: Any, config: Any, data: dict[str, Any], positions: Tensor, index: Tensor, lengths: Sequence[int]
 ) -> TokenLayout:
     """Return where `prepare_batch` of ms-swift puts the tokens: the index goes through it as positions."""
-    from megatron.core import parallel_state
     from swift.megatron.trainers.utils import prepare_batch
 
     sent = {
@@ -238,15 +227,7 @@ def _layout(
         "position_ids": index.to(data["input_ids"].device),
         "text_position_ids": positions,
     }
-    fed = prepare_batch(args, sent)["position_ids"].cpu().numpy() - 1
-    shards: dict[str, Any] = {}
-    size = parallel_state.get_context_parallel_world_size()
-    if size > 1:
-        shards["context_shard"] = parallel_state.get_context_parallel_rank(), size
-    if config.sequence_parallel:
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        shards["sequence_shard"] = parallel_state.get_tensor_model_parallel_rank(), ranks
-    return TokenLayout(fed, tuple(lengths), (fed.shape[1],), "sequence", **shards)
+    return token_layout(prepare_batch(args, sent)["position_ids"], lengths, config)
 
 
 # ---- methods of ms-swift ---------------------------------------------------------------------------------------------
@@ -285,8 +266,8 @@ def _guarded_scoring(original: Method) -> Method:
             return original(self, model, data_iterator, no_grad, temperature)
         data, chunk = next(data_iterator), language_model(model)
 
-        def run(micro_batch: dict[str, Any]) -> Any:
-            return original(self, model, iter([micro_batch]), no_grad, temperature)
+        def run() -> Any:
+            return original(self, model, iter([guard.inputs(data)]), no_grad, temperature)
 
         with printed_before_raised():
             batch = guard.micro_batch(data)
@@ -296,17 +277,10 @@ def _guarded_scoring(original: Method) -> Method:
                 native_data = _without_routes(deepcopy(data))
                 self.moe_replay_native, _ = original(self, model, iter([native_data]), True, temperature)
         if traces is None:
-            result, traces = _record(guard, self, batch, chunk, lambda: run(data))
-        elif guard.controller is None:
-            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard)
-            result, _ = guard.check(lambda: run(data), chunk, expected, observes=False)
+            result, traces = guard.record(run, self, chunk, batch.layout, batch.ids)
         else:
-            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard)
-            with (
-                without_own_replay(self),
-                guard.controller.replay(expected, fed_ids=batch.fed_ids(chunk, guard.device)),
-            ):
-                result = run(_without_routes(data))
+            expected = guard.expected(traces, batch.layout, chunk)
+            result, _ = guard.follow(run, self, chunk, expected, batch.ids, observes=False)
         self.moe_replay_traces = traces
         return result
 
@@ -328,18 +302,6 @@ def _routers_choose() -> Iterator[None]:
             router.router_replay_action = action
 
 
-def _record(
-    guard: SwiftGuard, trainer: Any, batch: MicroBatch, chunk: Any, run: Callable[[], Any]
-) -> tuple[Any, list[RouteTrace]]:
-    """Run the pass in which R2 records, and return what the routers chose on this rank."""
-    if guard.controller is None:
-        result, chosen = guard.record(run)
-        return result, chosen.to_traces(batch.ids, batch.layout, unverified=True)
-    with without_own_replay(trainer), guard.controller.record(fed_ids=batch.fed_ids(chunk, guard.device)) as recording:
-        result = run()
-    return result, recording.traces(batch.layout, batch.ids)
-
-
 def _guarded_update(original: Method) -> Method:
     @wraps(original)
     def forward_step(self: Any, data_iterator: Iterator[Any], model: Any) -> Any:
@@ -347,25 +309,18 @@ def _guarded_update(original: Method) -> Method:
         if guard is None or not guard.is_updating or not self.enable_routing_replay:
             return original(self, data_iterator, model)
         data, chunk = next(data_iterator), language_model(model)
-        grpo_batch, observes = data["grpo_batch"], guard.metrics.checks
+        grpo_batch = data["grpo_batch"]
         with printed_before_raised():
             batch = guard.micro_batch(data)
             traces = getattr(grpo_batch, "moe_replay_traces", None)
             if traces is None:  # on Ray
                 traces = batch.traces(data.get("routed_experts"), guard)
-        if guard.controller is None:
-            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard)
-            run = lambda: original(self, iter([data]), model)  # noqa: E731
-            result, native = guard.check(run, chunk, expected, observes=observes)
-        else:
-            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard)
-            fed_ids = batch.fed_ids(chunk, guard.device)
-            with (
-                without_own_replay(self),
-                guard.controller.replay(expected, fed_ids=fed_ids, observe=observes) as replaying,
-            ):
-                result = original(self, iter([_without_routes(data)]), model)
-            native = replaying.native() if observes else None
+
+        def run() -> Any:
+            return original(self, iter([guard.inputs(data)]), model)
+
+        expected = guard.expected(traces, batch.layout, chunk)
+        result, native = guard.follow(run, self, chunk, expected, batch.ids, observes=guard.metrics.checks)
         guard.metrics.add_routes(expected, native, batch.layout, batch.sampled(grpo_batch.completion_mask))
         guard.metrics.add_samples([not trace.covered_fraction for trace in traces])
         _add_logprobs(guard, grpo_batch, result[0])

@@ -11,14 +11,13 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_replay.errors import AlignmentError
-from moe_replay.integrations.hosts import HostError, ReplaySettings
+from moe_replay.integrations.hosts import HostError, ReplaySettings, printed_before_raised
 from moe_replay.interop.conventions import from_slime
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
@@ -64,7 +63,7 @@ class QueueGuard(ABC):
         self.args = args
         self.packing = packing
         self.queue = self.queue_type()
-        self.settings = ReplaySettings.read({"mode": "R3"})
+        self.warns = ReplaySettings.read({"mode": "R3"}).on_misalignment == "warn"
         self.expected: list[tuple[Tensor, Tensor]] = []
 
     @abstractmethod
@@ -92,13 +91,13 @@ class QueueGuard(ABC):
         covered = (index >= 0) & ~torch.isin(index, ends)
         with_last = torch.cat([torch.cat([rows, rows[:1] * 0]) for rows in routes]).cpu()
         expected = with_last[index.clamp_min(0)]
-        with self._stopping():
+        with printed_before_raised(warns=self.warns):
             self._compare(packed.cpu(), expected, covered, f"micro-batch {len(self.expected)}", topology.layers)
         self.expected.append((expected, covered))
 
     def check_queues(self, model: Sequence[Any]) -> None:
         """Raise unless the queue of each router has the routes of its layer, for every micro-batch."""
-        with self._stopping():
+        with printed_before_raised(warns=self.warns):
             for layer, replay in self.routers(model):
                 queue = replay.top_indices_list
                 if len(queue) != len(self.expected):
@@ -168,17 +167,6 @@ class QueueGuard(ABC):
         routes = [bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(args.num_layers)]
         layers = [MoeLayer(i, args.num_experts, args.moe_router_topk) for i in range(args.num_layers) if routes[i]]
         return MoeTopology(args.num_layers, tuple(layers))
-
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Print why a run stops, since other ranks may wait in a collective; or warn instead of stopping."""
-        warns = self.settings.on_misalignment == "warn"
-        try:
-            yield
-        except AlignmentError as error:
-            print(f"moe-replay {'warns' if warns else 'stops this run'}: {error}", file=sys.stderr, flush=True)
-            if not warns:
-                raise
 
 
 def before_log_prob(args: Any, model: Sequence[Any], store_prefix: str) -> None:

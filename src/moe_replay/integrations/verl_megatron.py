@@ -16,17 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
 from moe_replay.integrations import verl_batch
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
-from moe_replay.integrations.megatron_guard import RouterGuard, without_own_replay
-from moe_replay.routes.batch import RouteBatch
+from moe_replay.integrations.megatron_guard import RouterGuard, token_layout, without_own_replay
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.utils.device import to_device
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as _Engine
@@ -47,7 +44,9 @@ PARAMETERS = {
 
 
 def install(module: ModuleType) -> None:
-    """Put an engine with the guard in the place of verl's."""
+    """Put an engine with the guard in the place of verl's, if it replays: from 0.9.0 on."""
+    if not hasattr(module.RouterReplay, "get_replay_topk"):
+        return
     VERL.check_parameters(module, PARAMETERS)
     verl_batch.replace_engine(module.EngineRegistry, module.MegatronEngineWithLMHead, MegatronGuardMixin)
 
@@ -113,14 +112,10 @@ class MegatronGuardMixin(_Engine):
             result = run()
             guard.add_logprobs(batch, result[0], replayed=False)
             return result
-        traces = None
         if verl_batch.SAMPLE in batch:
             assert self._traces is not None
-            traces = verl_batch.of_micro_batch(batch, self._traces)
-        if guard.controller is None:
-            return run() if traces is None else guard.check_verl(run, batch, chunk, traces)
-        with without_own_replay(self):
-            return guard.replay(run, batch, chunk, traces, self.mini_layer_topk_idx_list)
+            return guard.follow_verl(run, self, batch, chunk, verl_batch.of_micro_batch(batch, self._traces))
+        return run() if guard.controller is None else guard.record_verl(run, self, batch, chunk)
 
 
 class MegatronGuard(RouterGuard):
@@ -139,45 +134,27 @@ class MegatronGuard(RouterGuard):
         device = verl_batch.compute_device()
         super().__init__("verl", chunks, settings, _routers, device, compares_ids=compares_ids)
 
-    def check_verl(self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
-        """Run verl's forward of a micro-batch; raise if verl replays anything else."""
-        layout = self._layout(batch, chunk)
-        layers = tuple(layer for layer, _ in _routers(chunk))
-        expected = RouteBatch.from_traces(traces, layout, layers, device=self.device)
-        result, native = self.check(run, chunk, expected, observes=self.metrics.checks)
+    def follow_verl(self, run: Callable[[], Any], engine: Any, batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
+        """Run verl's forward of a micro-batch on the routes of its samples, and measure it."""
+        layout = self._layout(batch)
+        expected = self.expected(traces, layout, chunk)
+        result, native = self.follow(run, engine, chunk, expected, _token_ids(batch), observes=self.metrics.checks)
         verl_batch.measure(self.metrics, batch, layout, traces, expected, native)
         self.add_logprobs(batch, result[0], replayed=True)
         return result
 
-    def replay(
-        self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace] | None, recorded: list[Tensor]
-    ) -> Any:
-        """Run verl's forward of a micro-batch under our replay, or record it (R2), or let it route natively."""
+    def record_verl(self, run: Callable[[], Any], engine: Any, batch: Any, chunk: Any) -> Any:
+        """Run verl's forward of a micro-batch without its replay: recorded by us (R2), or routed natively."""
         from verl.utils import tensordict_utils
 
-        assert self.controller is not None
-        records = tensordict_utils.get_non_tensor_data(batch, key="record_r2_routes", default=False)
-        if traces is None and not records:
-            return run()
-        layout = self._layout(batch, chunk)
-        ids = [sample.tolist() for sample in batch["input_ids"].unbind()]
-        fed = None if chunk.pre_process else to_device(layout.fed_token_ids(ids), self.device)
-        if traces is None:
-            tensordict_utils.assign_non_tensor(batch, record_r2_routes=False)
-            with self.controller.record(fed_ids=fed) as recording:
-                result = run()
-            parts = merge_traces(recording.traces(layout, ids), _token_group(self._config))
-            rows = [torch.from_numpy(trace.routed_experts.astype(np.int16)) for trace in parts]
-            recorded.append(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
-            return result
-        layers = self.controller.layers_of(chunk)
-        expected = RouteBatch.from_traces(traces, layout, layers, device=self.device)
-        observes = self.metrics.checks
-        with self.controller.replay(expected, fed_ids=fed, observe=observes) as replaying:
-            result = run()
-        native = replaying.native() if observes else None
-        verl_batch.measure(self.metrics, batch, layout, traces, expected, native)
-        self.add_logprobs(batch, result[0], replayed=True)
+        if not tensordict_utils.get_non_tensor_data(batch, key="record_r2_routes", default=False):
+            with without_own_replay(engine):
+                return run()
+        tensordict_utils.assign_non_tensor(batch, record_r2_routes=False)
+        result, traces = self.record(run, engine, chunk, self._layout(batch), list(_token_ids(batch)))
+        parts = merge_traces(traces, _token_group(self._config))
+        rows = [torch.from_numpy(trace.routed_experts.astype(np.int16)) for trace in parts]
+        engine.mini_layer_topk_idx_list.append(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
         return result
 
     def add_logprobs(self, batch: Any, output: Any, *, replayed: bool) -> None:
@@ -185,9 +162,8 @@ class MegatronGuard(RouterGuard):
         if isinstance(output, dict):
             verl_batch.add_logprobs(self.metrics, batch, output, replayed=replayed)
 
-    def _layout(self, batch: Any, chunk: Any) -> TokenLayout:
+    def _layout(self, batch: Any) -> TokenLayout:
         """Return where verl puts the tokens: its own packing, given the index of each token instead of its id."""
-        from megatron.core import parallel_state
         from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
         from verl.utils import tensordict_utils
         from verl.utils.megatron import router_replay_utils
@@ -206,13 +182,13 @@ class MegatronGuard(RouterGuard):
         else:
             width = tensordict_utils.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
             packed, *_ = preprocess_bshd_engine(index, pre_process=True, use_fp8_padding=fp8, forced_max_seqlen=width)
-        fed = packed.cpu().numpy() - 1
-        context = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        shards: dict[str, Any] = {} if context[1] == 1 else {"context_shard": context}
-        if self._config.sequence_parallel:
-            size = parallel_state.get_tensor_model_parallel_world_size()
-            shards["sequence_shard"] = parallel_state.get_tensor_model_parallel_rank(), size
-        return TokenLayout(fed, lengths, (fed.shape[1],), "sequence", **shards)
+        return token_layout(packed, lengths, self._config)
+
+
+def _token_ids(batch: Any) -> Iterator[list[int]]:
+    """Yield the token ids of each sample of a micro-batch; only then are they read from the device."""
+    for sample in batch["input_ids"].unbind():
+        yield sample.tolist()
 
 
 def _check_replaceable() -> None:
