@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from moe_replay.distributed.ranks import all_gather_json, from_rank_0
 
@@ -36,6 +37,12 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing: it only picks the route
         return str(probe.getsockname()[0])
+
+
+def address_seen_by(url: str) -> str:
+    """Return the address of this machine that a server sees; the loopback for an engine of this process, ""."""
+    host = urlsplit(url).hostname
+    return LOOPBACK if host is None else address_towards(host)
 
 
 def free_port(address: str) -> int:

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -198,6 +198,22 @@ def parse_finish_reason(reason: str | None, engine: EngineName, sample: int) -> 
             found=reason,
         )
     return FinishReason(reason)
+
+
+def sampled_version(spans: Sequence[Mapping[str, str]] | None, engine: str, sample: int) -> str | None:
+    """Return the version text of the weights that sampled a completion; None: the server does not say.
+
+    spans   of tokens with one version each, as SGLang and vLLM (0.32) return them
+    """
+    versions = {span["version"] for span in spans or ()}
+    if len(versions) > 1:
+        raise EngineError(
+            f"{engine} sampled one completion from several weight versions",
+            sample=sample,
+            found=sorted(versions),
+            remedy="Updates must pause it with mode=abort, as update_weights does here; somebody else updates it",
+        )
+    return next(iter(versions), None)
 
 
 def first_impossible(logprobs: np.ndarray) -> float | None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from moe_replay.errors import EngineError
 from moe_replay.utils.processes import owned_folder
-from moe_replay.weights.source import Tensors
+from moe_replay.weights.source import Group, Tensors
 
 CHUNK_BYTES = 64 * 2**20
+FILE_BYTES = 2**30
 T = TypeVar("T")
 
 
@@ -69,6 +71,20 @@ def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
             file.unlink()
 
 
+@contextmanager
+def as_folder(weights: Tensors | Path, parent: Path | None) -> Iterator[Path]:
+    """Yield weights as a folder of safetensors files: their own, or one in `parent` that exists within this context."""
+    if isinstance(weights, Path):
+        safetensors_files(weights)
+        yield weights
+        return
+    with owned_folder(parent) as folder:
+        folder.chmod(0o755)  # a server may belong to another user
+        for number, chunk in enumerate(packed(weights, FILE_BYTES)):
+            Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
+        yield folder
+
+
 class WeightChunk:
     """Some tensors in host memory, serialised once for however many engines."""
 
@@ -94,17 +110,23 @@ class WeightChunk:
 
 def chunks_of(weights: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[WeightChunk]:
     """Yield copies of the tensors in host memory, about `chunk_bytes` at a time; a larger one is alone in its chunk."""
-    tensors: dict[str, Tensor] = {}
+    # safetensors rejects tensors that share memory: parts of one parameter are copied
+    for chunk in grouped(weights, chunk_bytes, lambda tensor: tensor.detach().to("cpu", copy=True).contiguous()):
+        yield WeightChunk(dict(chunk))
+
+
+def grouped(weights: Tensors, chunk_bytes: int, convert: Callable[[Tensor], Tensor]) -> Iterator[Group]:
+    """Yield converted tensors, about `chunk_bytes` at a time; a larger one is alone."""
+    chunk: Group = []
     size = 0
     for name, tensor in weights:
-        if tensors and size + tensor.nbytes > chunk_bytes:
-            yield WeightChunk(tensors)
-            tensors, size = {}, 0
-        # safetensors rejects tensors that share memory: parts of one parameter are copied
-        tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if chunk and size + tensor.nbytes > chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, convert(tensor)))
         size += tensor.nbytes
-    if tensors:
-        yield WeightChunk(tensors)
+    if chunk:
+        yield chunk
 
 
 class ChunkStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from moe_replay.errors import EngineError
 from moe_replay.weights.source import TensorInfo
@@ -14,13 +14,11 @@ TransferKind = Literal["ipc", "nccl"]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-class BufferHandle(BaseModel):
+class BufferHandle(BaseModel, extra="forbid"):
     """Handle by which another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle.
 
     rank   that has the buffer; a new handle of the same rank replaces the one before
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     nbytes: int
     file: str = ""
@@ -34,7 +32,7 @@ class BufferHandle(BaseModel):
     rank: int = 0
 
 
-class TransferSettings(BaseModel):
+class TransferSettings(BaseModel, extra="forbid"):
     """Settings that a worker joins a transfer with.
 
     host, port   of the sender's store
@@ -42,8 +40,6 @@ class TransferSettings(BaseModel):
     first        number of the engine's first worker, of all `workers`
     senders      ranks of the trainer in the group of a broadcast, before the workers
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     kind: TransferKind
     host: str
@@ -55,7 +51,7 @@ class TransferSettings(BaseModel):
     senders: int = Field(default=1, ge=1)
 
 
-class ChunkMessage(BaseModel):
+class ChunkMessage(BaseModel, extra="forbid"):
     """One chunk: tensors in their order in the buffer, and the buffer where it is a new one.
 
     capacity   of the buffer, in bytes
@@ -63,8 +59,6 @@ class ChunkMessage(BaseModel):
     root       number of the broadcasting rank among the senders
     rows       of tensors that are parts of larger ones: first row there, and rows of the whole
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     number: int = Field(ge=0)
     nbytes: int = 0
@@ -81,14 +75,12 @@ class ChunkMessage(BaseModel):
         return [TensorInfo(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in self.tensors]
 
 
-class SharedTensor(BaseModel):
+class SharedTensor(BaseModel, extra="forbid"):
     """A tensor in memory that two processes compute with.
 
     memory   number of its memory in `SharedWeights`
     offset   of its first element there, in elements; the others follow without gaps
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     dtype: str
@@ -97,13 +89,11 @@ class SharedTensor(BaseModel):
     offset: int = Field(ge=0)
 
 
-class SharedWeights(BaseModel):
+class SharedWeights(BaseModel, extra="forbid"):
     """Weights of an engine's worker, for the trainer on the same device to open.
 
     device   its `device_id`
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     device: str
     memories: list[BufferHandle]

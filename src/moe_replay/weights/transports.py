@@ -18,16 +18,14 @@ then, because gathering the weights is collective, and all ranks learn from rank
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, Protocol, get_args
 
 import torch
 
-from moe_replay.distributed.network import LOOPBACK, address_towards
+from moe_replay.distributed.network import LOOPBACK, address_seen_by
 from moe_replay.distributed.ranks import all_gather_json, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.utils.misc import one_line
@@ -156,9 +154,11 @@ class TransferFailedError(EngineError):
     """A transfer that has failed on every rank, after which another transport is tried."""
 
 
-class _TransferTransport(ABC):
-    """Weights outside of the request, by memory that both processes open or by a broadcast.
+class TransferTransport:
+    """Weights outside of the request.
 
+    kind          ipc: memory of the trainer's ranks that the engine's workers open, on the same devices
+                  nccl: broadcasts to all workers of all engines, from rank 0, or from each owner of experts
     device        of this rank
     devices       ids of the devices of all ranks
     chunk_bytes   size of the staging buffer
@@ -166,12 +166,17 @@ class _TransferTransport(ABC):
     falls_back    after a failure raise `TransferFailedError` on every rank: another transport is tried
     """
 
-    kind: ClassVar[TransferKind]
-
     def __init__(
-        self, device: torch.device, devices: list[str], *, chunk_bytes: int, timeout_s: float, falls_back: bool = False
+        self,
+        kind: TransferKind,
+        device: torch.device,
+        devices: list[str],
+        *,
+        chunk_bytes: int,
+        timeout_s: float,
+        falls_back: bool = False,
     ) -> None:
-        self.device, self.devices = device, devices
+        self.kind, self.device, self.devices = kind, device, devices
         self.chunk_bytes, self.timeout_s, self.falls_back = chunk_bytes, timeout_s, falls_back
 
     def send(
@@ -194,32 +199,8 @@ class _TransferTransport(ABC):
         assert nbytes is not None, "the last attempt returns or raises"
         return nbytes
 
-    @abstractmethod
-    def sending_ranks(self, receiving: list[str]) -> tuple[int, ...]:
-        """Return the ranks that hand weights over to workers on these devices."""
 
-
-class NcclTransport(_TransferTransport):
-    """Broadcasts to all workers of all engines, from rank 0, or from each owner of experts; over gloo on CPUs."""
-
-    kind = "nccl"
-
-    def sending_ranks(self, receiving: list[str]) -> tuple[int, ...]:
-        """Return rank 0, which broadcasts."""
-        return (0,)
-
-
-class IpcTransport(_TransferTransport):
-    """Memory of the trainer's ranks that the engine's workers open, on the same devices."""
-
-    kind = "ipc"
-
-    def sending_ranks(self, receiving: list[str]) -> tuple[int, ...]:
-        """Return rank 0, which sends the messages, and one rank for each device of a worker."""
-        return tuple(sorted({0, *(self.devices.index(name) for name in receiving)}))
-
-
-TRANSFERS: Mapping[str, type[_TransferTransport]] = {"ipc": IpcTransport, "nccl": NcclTransport}
+TRANSFERS: tuple[str, ...] = get_args(TransferKind)
 
 
 class _Attempt:
@@ -232,7 +213,7 @@ class _Attempt:
 
     def __init__(
         self,
-        transport: _TransferTransport,
+        transport: TransferTransport,
         engine: WeightTarget | None,
         version: int,
         targets: Targets | None,
@@ -256,7 +237,7 @@ class _Attempt:
         if not self._targets:
             raise EngineUnavailableError(f"no engine takes weights by {self._transport.kind}")
         # Servers may see this machine under different addresses; then the store listens on all of them.
-        self._hosts = {url: _address_seen_by(url) for url in self._targets}
+        self._hosts = {url: address_seen_by(url) for url in self._targets}
         addresses = set(self._hosts.values())
         only = next(iter(addresses)) if len(addresses) == 1 else None
         self._store = TransferStore.listen(only or ANY_ADDRESS, self._transport.timeout_s)
@@ -272,10 +253,10 @@ class _Attempt:
     def _meet(self, source: WeightSource) -> Rendezvous:
         """Return who takes part."""
         shared, transport = self._shared, self._transport
-        ranks = transport.sending_ranks(sorted(shared["opens"]))
-        owners = owners_of(source)
-        if owners:
-            opens = shared["opens"] if transport.kind == "ipc" else {}
+        opens = shared["opens"] if transport.kind == "ipc" else {}
+        # Rank 0 broadcasts, or sends the messages; by ipc one rank for each device of a worker has memory on it.
+        ranks = tuple(sorted({0, *map(transport.devices.index, opens)}))
+        if owners := owners_of(source):
             self._hand_over = HandOver.between(transport.devices, opens, ranks)
             ranks = tuple(sorted({*ranks, *owners}))
         return Rendezvous(
@@ -370,12 +351,6 @@ def _opened(targets: Targets) -> dict[str, set[str]]:
         for name in receivers.ids:
             opened[name] = opened.get(name, {*receivers.opens}) & {*receivers.opens}
     return opened
-
-
-def _address_seen_by(url: str) -> str:
-    """Return the address of this machine that a server sees; the loopback for an engine of this process."""
-    host = urlsplit(url).hostname
-    return LOOPBACK if host is None else address_towards(host)
 
 
 class ByteCounter:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import anyio
 import anyio.from_thread
 import anyio.to_thread
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -41,16 +41,12 @@ from moe_replay.utils.misc import is_loopback
 T = TypeVar("T")
 
 
-class _Generate(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Generate(BaseModel, extra="forbid", strict=True):
     prompt_ids: list[int] = Field(min_length=1)
     params: SamplingParams
 
 
-class _TokenIds(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _TokenIds(BaseModel, extra="forbid", strict=True):
     token_ids: list[int] = Field(min_length=2)
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from moe_replay.errors import TraceFormatError
 from moe_replay.records import FinishReason, Sample
@@ -29,9 +29,7 @@ _MAX_HEADER_BYTES = 2**24
 Bytes = bytes | bytearray | memoryview
 
 
-class _SampleHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _SampleHeader(BaseModel, extra="forbid", strict=True):
     prompt: int = Field(ge=0)  # index of the trace of its prompt
     trace_bytes: int = Field(ge=0)
     tokens: int = Field(ge=0)
@@ -42,9 +40,7 @@ class _SampleHeader(BaseModel):
     mask_bytes: int | None = Field(None, ge=0)
 
 
-class _Header(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Header(BaseModel, extra="forbid", strict=True):
     prompt_bytes: list[int]
     samples: list[_SampleHeader]
     logprobs_crc: int

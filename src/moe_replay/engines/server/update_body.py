@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from torch import Tensor
 
 from moe_replay.errors import EngineError
@@ -31,17 +31,13 @@ _LENGTH = struct.Struct("<Q")
 Read = Callable[[int], bytes]  # returns exactly that many bytes of the body, or raises
 
 
-class _ProbeHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _ProbeHeader(BaseModel, extra="forbid"):
     token_ids: list[int]
     logprobs: list[FiniteFloat]
     tolerance: float
 
 
-class _AdapterHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _AdapterHeader(BaseModel, extra="forbid"):
     rank: int = Field(ge=1)
     alpha: float
     parameters: tuple[str, ...] = ()
@@ -50,14 +46,12 @@ class _AdapterHeader(BaseModel):
         return Adapter(tensors, self.rank, self.alpha, self.parameters)
 
 
-class UpdateHeader(BaseModel):
+class UpdateHeader(BaseModel, extra="forbid"):
     """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id.
 
     transfer   the frames that follow are the messages of a transfer with these settings
     adapter    the frames that follow are the tensors of an adapter, under PEFT's names
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     version: int = Field(ge=0)
     folder: str | None = None

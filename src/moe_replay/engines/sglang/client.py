@@ -25,9 +25,8 @@ from moe_replay.errors import EngineError, EngineName
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.utils.processes import owned_folder
 from moe_replay.utils.tested_versions import notice_if_newer
-from moe_replay.weights.checkpoint import packed, safetensors_files
+from moe_replay.weights.checkpoint import as_folder
 from moe_replay.weights.identity import (
     INCOMPLETE,
     CurrentWeights,
@@ -39,7 +38,6 @@ from moe_replay.weights.identity import (
 from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.source import Weights
 
-CHUNK_BYTES = 2**30
 RETRACTIONS = 3
 """Times that a sample is drawn again because the server retracted its request."""
 
@@ -268,29 +266,18 @@ class SglangClient(HttpClient):
         SGLang does not detect missing weights: pass a `probe`. The id is part of its version text.
         """
         self._ledger.record(version, weights_id)
-        if isinstance(weights, Path):
-            self._update(weights, version, probe, weights_id)
-            return
-        if self._weight_kind != "folder":
-            calls = self._weight_calls
-            if self.current_weights() != (self._state.weight_version, self._state.weights_id):
-                calls.close()  # it has restarted, and knows no group
-            with self._updating(version, probe, weights_id):
-                calls.send(weights, version_text(version, INCOMPLETE))
-                stamp = {"new_version": version_text(version, weights_id), "abort_all_requests": False}
-                self._post_blocking("/update_weight_version", stamp)
-            return
-        with owned_folder(self._shared_folder) as folder:
-            for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
-                Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
-            self._update(folder, version, probe, weights_id)
-
-    def _update(self, folder: Path, version: int, probe: Probe | None, weights_id: str) -> None:
-        safetensors_files(folder)
         text = version_text(version, weights_id)
-        update = {"model_path": str(folder.absolute()), "weight_version": text, "flush_cache": True}
+        if isinstance(weights, Path) or self._weight_kind == "folder":
+            with as_folder(weights, self._shared_folder) as folder, self._updating(version, probe, weights_id):
+                update = {"model_path": str(folder.absolute()), "weight_version": text, "flush_cache": True}
+                self._post_blocking("/update_weights_from_disk", update)
+            return
+        calls = self._weight_calls
+        if self.current_weights() != (self._state.weight_version, self._state.weights_id):
+            calls.close()  # it has restarted, and knows no group
         with self._updating(version, probe, weights_id):
-            self._post_blocking("/update_weights_from_disk", update)
+            calls.send(weights, version_text(version, INCOMPLETE))
+            self._post_blocking("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     @cached_property
     def _weight_calls(self) -> WeightCalls:

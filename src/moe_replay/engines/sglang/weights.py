@@ -10,18 +10,19 @@ The server is paused while they arrive. SGLang neither names missing weights nor
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from moe_replay.distributed.network import LOOPBACK, address_towards
+from moe_replay.distributed.network import address_seen_by
 from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.utils.device import accelerator
+from moe_replay.weights.checkpoint import grouped
+from moe_replay.weights.source import Group, Tensors
 from moe_replay.weights.transfer import TOKEN_BYTES, BroadcastGroup, TransferError, TransferStore
 
 SglangWeights = Literal["folder", "tensor", "distributed"]
@@ -43,13 +44,13 @@ class WeightCalls:
         self._workers = int(settings.get("tp_size") or 1)
         self._group: _Group | None = None
 
-    def send(self, weights: Iterable[tuple[str, Tensor]], stamp: str) -> None:
+    def send(self, weights: Tensors, stamp: str) -> None:
         """Replace all weights of the paused server.
 
         stamp   version text that the server has from the first tensor on: of weights that are not complete
         """
         device = _device()
-        for chunk in _chunks(weights, device):
+        for chunk in grouped(weights, CHUNK_BYTES, lambda tensor: tensor.detach().to(device).contiguous()):
             if self._kind == "tensor":
                 self._by_memory(chunk, stamp)
             else:
@@ -63,7 +64,7 @@ class WeightCalls:
             self._group.close()
             self._group = None
 
-    def _by_memory(self, chunk: list[tuple[str, Tensor]], stamp: str) -> None:
+    def _by_memory(self, chunk: Group, stamp: str) -> None:
         try:
             from sglang.srt.utils import MultiprocessingSerializer  # type: ignore[import-not-found]
         except ImportError as missing:
@@ -78,7 +79,7 @@ class WeightCalls:
         if _device().type == "cuda":
             torch.cuda.ipc_collect()
 
-    def _by_broadcast(self, chunk: list[tuple[str, Tensor]], stamp: str, device: torch.device) -> None:
+    def _by_broadcast(self, chunk: Group, stamp: str, device: torch.device) -> None:
         if self._group is None:
             self._group = _Group.meet(self._url, self._workers, device, self._post, self._timeout_s)
         request = {
@@ -127,19 +128,6 @@ def _device() -> torch.device:
     return torch.device("cuda" if accelerator() == "cuda" else "cpu")
 
 
-def _chunks(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[list[tuple[str, Tensor]]]:
-    chunk: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        if chunk and size + tensor.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((name, tensor.detach().to(device).contiguous()))
-        size += tensor.nbytes
-    if chunk:
-        yield chunk
-
-
 class _Group:
     """This process and the workers of a server, as SGLang makes such a group: rank 0 is this process."""
 
@@ -148,7 +136,7 @@ class _Group:
 
     @classmethod
     def meet(cls, url: str, workers: int, device: torch.device, post: Post, timeout_s: float) -> _Group:
-        host = address_towards(urlsplit(url).hostname or LOOPBACK)
+        host = address_seen_by(url)
         store = TransferStore.listen_by_torch(host, timeout_s)
         name, size = f"moe-replay-{secrets.token_hex(TOKEN_BYTES)}", workers + 1  # who does not know it cannot join
         request = {

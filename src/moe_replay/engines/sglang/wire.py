@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.engines.requests import parse_finish_reason, prompt_hash
+from moe_replay.engines.requests import parse_finish_reason, prompt_hash, sampled_version
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.arrays import RouteFormatError
 from moe_replay.interop.capture import trace_from_capture, unrouted_trace
@@ -113,7 +113,8 @@ class GenerateResponse:
         lacks_routes = with_routes and (self.meta.get("routed_experts") is None or self.was_retracted)
         queued = reason is FinishReason.ABORT and lacks_routes
         completion = np.asarray([] if queued else self.output_ids, np.int32)
-        weights = parse_version(self._version())
+        sampled_version(self.meta.get("weight_versions"), str(self.engine), self.index)
+        weights = parse_version(self.meta["weight_version"])
         tokens = np.concatenate([prompt, completion])
         if with_routes:
             trace = trace_from_capture(
@@ -139,16 +140,6 @@ class GenerateResponse:
 
     def _error(self, problem: str, **facts: Any) -> EngineError:
         return EngineError(f"{self.engine} {problem}", sample=self.index, **facts)
-
-    def _version(self) -> str:
-        versions = {span["version"] for span in self.meta.get("weight_versions") or ()}
-        if len(versions) > 1:
-            raise self._error(
-                "sampled one completion from several weight versions",
-                found=sorted(versions),
-                remedy="Weight updates must pause it with mode=abort, as update_weights does here",
-            )
-        return self.meta["weight_version"]
 
     def _logprobs(self) -> np.ndarray:
         reported = self.meta["output_token_logprobs"]

@@ -81,7 +81,7 @@ def engine_arguments(
         )
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if on_cpu() and "max_num_batched_tokens" not in options:
-        defaults["enable_chunked_prefill"] = False  # seeds need it: see VllmEngine._check_seed
+        defaults["enable_chunked_prefill"] = False  # seeds need it: see release.check_no_seed
     try:
         return AsyncEngineArgs(**defaults | options | quantization_options(model, options) | fixed)
     except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -32,7 +32,15 @@ from moe_replay.engines.vllm.capture import UNROUTED, RouteSource
 from moe_replay.engines.vllm.console import engine_console, failure_file, noted_failure
 from moe_replay.engines.vllm.lora import AdapterSlot, adapter_options, supported_adapters
 from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
-from moe_replay.engines.vllm.release import INSTALL, NEWEST, WORKING_VERSIONS, VllmRelease, on_cpu, returns_routes
+from moe_replay.engines.vllm.release import (
+    INSTALL,
+    NEWEST,
+    WORKING_VERSIONS,
+    VllmRelease,
+    check_no_seed,
+    on_cpu,
+    returns_routes,
+)
 from moe_replay.engines.vllm.selftest import check_routes, prompt_ids, prompt_tokens, router_settings
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.interop.capture import trace_from_capture, unrouted_trace
@@ -234,7 +242,8 @@ class VllmEngine(AsyncSampler, Engine):
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        self._check_seed(params)
+        if self._crashes_on_seeds:
+            check_no_seed(params, str(self.name))
         check_token_ids(params.stop_token_ids, self.vocab_size, "a stop token")
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._end_tokens)}
         sampling = {
@@ -300,15 +309,6 @@ class VllmEngine(AsyncSampler, Engine):
             weights_id=weights.weights_id or "",
             sampling_mask=self._masks.mask(supports, completion, params, index) if params.sampling_mask else None,
         )
-
-    def _check_seed(self, params: SamplingParams) -> None:
-        """Raise if a seed would crash vLLM: on CPU with chunked prefill it cannot rewind a request's generator."""
-        if params.seed is not None and params.temperature > 0 and self._crashes_on_seeds:
-            raise EngineError(
-                f"{self.name} on CPU cannot sample with a seed and chunked prefill",
-                found=f"seed {params.seed}",
-                remedy="Start the engine with enable_chunked_prefill=False, or sample without a seed",
-            )
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         return self._loop.run(self._prompt_logprobs(token_ids))

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from moe_replay.engines.base import OLD_CAPTURE_NAMES, Capture
 from moe_replay.errors import EngineError, EngineName, EngineOptionError, MissingExtraError
 from moe_replay.utils.tested_versions import TESTED, is_newer, release_numbers
+
+if TYPE_CHECKING:
+    from moe_replay.records import SamplingParams
 
 OLDEST, NEWEST = TESTED["vllm"]
 RUN_ON: dict[tuple[int, int], str] = {
@@ -200,6 +203,16 @@ def check_options(capture: str, options: Mapping[str, Any]) -> None:
             remedy="Leave enable_eplb out",
         )
     chosen_capture(capture, options)
+
+
+def check_no_seed(params: SamplingParams, engine: str) -> None:
+    """Raise for a seed: on CPU with chunked prefill vLLM cannot rewind a request's generator, and crashes."""
+    if params.seed is not None and params.temperature > 0:
+        raise EngineError(
+            f"{engine} on CPU cannot sample with a seed and chunked prefill",
+            found=f"seed {params.seed}",
+            remedy="Start it with enable_chunked_prefill=False (--no-enable-chunked-prefill), or sample without seeds",
+        )
 
 
 def option_names() -> set[str]:

@@ -21,7 +21,7 @@ import numpy as np
 from moe_replay.engines.base import Engine, StartRequest
 from moe_replay.engines.http import HttpClient, reading_answer
 from moe_replay.engines.pool import connect
-from moe_replay.engines.requests import EngineState, RequestBarrier
+from moe_replay.engines.requests import EngineState, RequestBarrier, sampled_version
 from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.engines.vllm.release import check_version
 from moe_replay.engines.vllm_serve.weights import Send, WeightKind, between, weight_route
@@ -34,7 +34,6 @@ from moe_replay.engines.vllm_serve.wire import (
     score_request,
     scored_logprobs,
     sorted_choices,
-    version_of,
 )
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.records import Sample, SamplingParams
@@ -198,7 +197,8 @@ class VllmServeClient(HttpClient):
             choices = sorted_choices(answer, params, self._state.engine)
             if answer.get("prompt_token_ids") not in (None, request["token_ids"]):
                 raise EngineError(f"{self.name} continued another prompt than it was sent")
-            texts = [version_of(choice, self._state.engine) for choice in choices]
+            engine = self._state.engine
+            texts = [sampled_version(choice.get("weight_versions"), engine, choice["index"]) for choice in choices]
             current = None if all(texts) else await asyncio.to_thread(self.current_weights)
         about = (prompt, params, self.name, self.topology, self._masks)
         weights = [self._weights_of(text, current) for text in texts]

@@ -9,18 +9,17 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
-from moe_replay.distributed.network import LOOPBACK, address_towards, free_port
+from moe_replay.distributed.network import address_seen_by, free_port
 from moe_replay.engines.vllm_serve.wire import WORKER_EXTENSION, ServerSettings
 from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.processes import owned_folder
-from moe_replay.weights.checkpoint import packed, read_tensors, safetensors_files
+from moe_replay.weights.checkpoint import as_folder, packed, read_tensors, safetensors_files
 from moe_replay.weights.source import Tensors
 
 WeightKind = Literal["auto", "folder", "ipc", "nccl"]
@@ -59,23 +58,9 @@ def weight_route(kind: str, settings: ServerSettings, url: str, post: Post, fold
 
 def _reload_folder(post: Post, parent: Path | None, weights: Tensors | Path) -> None:
     """Have the workers read a folder by vLLM's own `reload_weights`, which does not notice missing weights."""
-    if isinstance(weights, Path):
-        safetensors_files(weights)
-        opened = nullcontext(weights)
-    else:
-        opened = _written_folder(parent, weights)
-    with opened as folder:
+    with as_folder(weights, parent) as folder:
         kwargs = {"weights_path": str(folder.absolute())}
         post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
-
-
-@contextmanager
-def _written_folder(parent: Path | None, weights: Tensors) -> Iterator[Path]:
-    with owned_folder(parent) as folder:
-        folder.chmod(0o755)  # the server may belong to another user
-        for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
-            Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
-        yield folder
 
 
 def _load_files(post: Post, parent: Path | None, weights: Tensors | Path) -> None:
@@ -100,7 +85,7 @@ def _load_files(post: Post, parent: Path | None, weights: Tensors | Path) -> Non
 def _written_files(parent: Path | None, weights: Tensors) -> Iterator[Path]:
     """Yield one file after the other, which is deleted when the next one is requested."""
     with owned_folder(parent) as folder:
-        folder.chmod(0o755)
+        folder.chmod(0o755)  # the server may belong to another user
         file = folder / "weights.safetensors"
         for chunk in packed(weights, CHUNK_BYTES):
             file.write_bytes(chunk)
@@ -161,7 +146,7 @@ class _NcclTransfer:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address = address_towards(urlsplit(self._url).hostname or LOOPBACK)
+        address = address_seen_by(self._url)
         port = free_port(address)
         size = 1 + int(self._post("/get_world_size", None)["world_size"])
         rendezvous = {"master_address": address, "master_port": port, "world_size": size}

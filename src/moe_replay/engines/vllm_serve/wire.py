@@ -10,6 +10,7 @@ import numpy as np
 
 from moe_replay.engines.requests import parse_finish_reason, request_seed
 from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
+from moe_replay.engines.vllm.release import check_no_seed
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName
 from moe_replay.interop.arrays import RouteFormatError, from_base64, from_npy, max_bytes
 from moe_replay.interop.capture import trace_from_capture, unrouted_trace
@@ -98,12 +99,8 @@ class ServerSettings:
                 found=f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}",
                 remedy=f"Start it with --logprobs-mode {PROCESSED} and VLLM_SERVER_DEV_MODE=1",
             )
-        if params.seed is not None and params.temperature > 0 and self.crashes_on_seeds:
-            raise EngineError(
-                f"{engine} on CPU cannot sample with a seed and chunked prefill",
-                found=f"seed {params.seed}",
-                remedy="Start it with --no-enable-chunked-prefill, or sample without a seed",
-            )
+        if self.crashes_on_seeds:
+            check_no_seed(params, engine)
 
 
 def generate_request(prompt: Sequence[int], params: SamplingParams, masks: MaskReturn) -> dict[str, Any]:
@@ -163,19 +160,6 @@ def scored_logprobs(answer: Any, token_ids: Sequence[int], engine: str) -> np.nd
     return np.asarray(
         [entry[str(int(token))]["logprob"] for entry, token in zip(entries[1:], token_ids[1:], strict=True)], np.float32
     )
-
-
-def version_of(choice: Any, engine: str) -> str | None:
-    """Return the version text of the weights that sampled a completion; None: the server does not say (before 0.32)."""
-    versions = {span["version"] for span in choice.get("weight_versions") or ()}
-    if len(versions) > 1:
-        raise EngineError(
-            f"{engine} sampled one completion from several weight versions",
-            sample=choice["index"],
-            found=sorted(versions),
-            remedy="Updates must pause it with mode=abort, as update_weights does here; somebody else updates it",
-        )
-    return next(iter(versions), None)
 
 
 def read_choice(

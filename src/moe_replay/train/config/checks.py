@@ -76,10 +76,8 @@ def problems(config: Sections) -> Iterator[str]:
         )
     yield from _data(config)
     yield from _rollout(config.rollout)
-    yield from _weight_sync(config)
-    yield from _adapters(config)
+    yield from _engine(config)
     yield from _cluster(config)
-    yield from _workers(config)
     yield from _algorithm(config)
     yield from _policy(config)
     yield from _optim(config)
@@ -314,33 +312,20 @@ def _engine_options(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
             yield f"{key}: {error.problem}{suffix}; {error.remedy}"
 
 
-def _weight_sync(config: Sections) -> Iterator[str]:
-    name, spec = config.weight_sync.transport, _spec(config.rollout)
-    transport = WEIGHT_TRANSPORTS.get(name)
-    if transport is not None and transport.is_transfer and spec is not None and not spec.takes_transfers:
-        yield f"weight_sync.transport: {config.rollout.engine} takes tensors in requests only; set auto or http"
-
-
-def _adapters(config: Sections) -> Iterator[str]:
-    if config.rollout.lora and not config.model.lora_rank:
+def _engine(config: Sections) -> Iterator[str]:
+    """Yield what other settings ask of the engine and it does not do."""
+    rollout, transport = config.rollout, WEIGHT_TRANSPORTS.get(config.weight_sync.transport)
+    if rollout.lora and not config.model.lora_rank:
         yield "rollout.lora: no adapter to send; set model.lora_rank"
-    spec = _spec(config.rollout)
-    if config.rollout.lora and spec is not None and not spec.takes_lora:
+    try:
+        spec = engine_spec(rollout.engine)
+    except PluginError:  # reported by `problems`
+        return
+    if transport is not None and transport.is_transfer and not spec.takes_transfers:
+        yield f"weight_sync.transport: {rollout.engine} takes tensors in requests only; set auto or http"
+    if rollout.lora and not spec.takes_lora:
         takers = " and ".join(engine_names(lambda spec: spec.takes_lora))
         yield f"rollout.lora: only {takers} take adapters; remove it to send merged weights"
-
-
-def _spec(rollout: RolloutConfig) -> EngineSpec | None:
-    try:
-        return engine_spec(rollout.engine)
-    except PluginError:  # reported by `problems`
-        return None
-
-
-def _workers(config: Sections) -> Iterator[str]:
-    rollout, spec = config.rollout, _spec(config.rollout)
-    if spec is None:
-        return
     if rollout.workers > 1 and not spec.is_server and not config.starts_servers:
         yield (
             f"rollout.workers: {rollout.engine} runs in the process of rank 0, out of reach of workers; set "

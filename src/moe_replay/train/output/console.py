@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import TracebackType
 from typing import IO, Any
 
@@ -34,18 +33,25 @@ class ConsoleProgress:
         self._steps = steps
         self._file = file or sys.stdout
         self._is_shown = rank() == 0
-        self._open = ExitStack()
-        self._live: _LiveLine | None = None
+        self._live: Any = None  # rich's `Progress`, at the bottom of a terminal
+        self._phase = ""
         self._current = 0
 
     def __enter__(self) -> ConsoleProgress:
         if self._is_shown and self._file.isatty():
-            self._live = self._open.enter_context(_LiveLine(self._file))
+            console = _console(self._file)
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._live = Progress(*columns, console=console, transient=True)
+            self._task = self._live.add_task("", visible=False)
+            self._live.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._live = None
-        self._open.close()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     def plan(self, steps: int) -> None:
         """Count up to this number of steps from now on."""
@@ -57,8 +63,15 @@ class ConsoleProgress:
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Show how far a phase of the current step is: samples of a rollout, updates of a step."""
-        if self._live is not None:
-            self._live.show(f"step {self._current + 1}/{self._steps}  {name}", done, total)
+        if self._live is None:
+            return
+        text = f"step {self._current + 1}/{self._steps}  {name}"
+        if text == self._phase:
+            self._live.update(self._task, completed=done, total=total)  # redrawn a few times a second
+            return
+        self._phase = text
+        self._live.reset(self._task, description=text, completed=done, total=total, visible=True)
+        self._live.refresh()
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._current = step
@@ -72,40 +85,9 @@ class ConsoleProgress:
 
     def message(self, text: str) -> None:
         if self._live is not None:
-            self._live.message(text)
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._is_shown:
             print(text, file=self._file, flush=True)
-
-
-class _LiveLine:
-    """The line that is redrawn at the bottom of a terminal."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self.console = _console(file)
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._rich: Any = Progress(*columns, console=self.console, transient=True)
-        self._task = self._rich.add_task("", visible=False)
-        self._text = ""
-
-    def __enter__(self) -> _LiveLine:
-        self._rich.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._rich.stop()
-
-    def show(self, text: str, done: int, total: int) -> None:
-        if text == self._text:
-            self._rich.update(self._task, completed=done, total=total)  # redrawn a few times a second
-            return
-        self._text = text
-        self._rich.reset(self._task, description=text, completed=done, total=total, visible=True)
-        self._rich.refresh()
-
-    def message(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console(file: IO[str]) -> Any:

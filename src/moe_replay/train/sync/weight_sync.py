@@ -23,6 +23,7 @@ from moe_replay.weights.transports import (
     HttpTransport,
     Targets,
     TransferFailedError,
+    TransferTransport,
     Transport,
     choose_transport,
 )
@@ -120,7 +121,8 @@ class EngineSync:
         if name == "http":
             return self._http.send(source, engine, version, probe)
         config = self._config
-        transport = TRANSFERS[name](
+        transport = TransferTransport(
+            name,  # type: ignore[arg-type]  the other one is http
             self._device,
             self._devices,
             chunk_bytes=int(config.chunk_mib * 2**20),
