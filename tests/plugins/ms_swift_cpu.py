@@ -101,11 +101,11 @@ def load_plugin() -> None:
 
     from swift.utils import import_external_file
 
-    from moe_replay.cli.plugin import PluginCommand
+    from moe_replay.cli.plugin import plugin
 
     file = Path(tempfile.mkdtemp()) / "plugin.py"
     with file.open("w") as out, redirect_stdout(out):
-        PluginCommand("ms-swift")()
+        plugin("ms-swift")
     import_external_file(str(file))
 
 

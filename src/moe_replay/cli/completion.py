@@ -10,7 +10,7 @@ from dataclasses import make_dataclass
 from typing import Annotated, Any, Literal
 
 
-class CompletionCommand:
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
     """Print a shell completion script for commands, options and recipe keys.
 
     bash: eval "$(moe-replay completion bash)" in ~/.bashrc.
@@ -20,23 +20,18 @@ class CompletionCommand:
     Args:
         shell: Shell that will run the script.
     """
+    import tyro
 
-    def __init__(self, shell: Literal["bash", "zsh", "fish"], /) -> None:
-        self.shell = shell
+    from moe_replay.cli.main import COMMANDS
 
-    def __call__(self) -> None:
-        import tyro
-
-        from moe_replay.cli.main import COMMANDS
-
-        commands = {name: source.load() for name, source in COMMANDS.items()} | _without_tyro()
-        subcommands = [Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()]
-        app: Any = functools.reduce(operator.or_, subcommands)
-        script = io.StringIO()
-        with redirect_stdout(script), suppress(SystemExit):  # tyro exits after printing
-            tyro.cli(app, prog="moe-replay", args=["--tyro-print-completion", self.shell])
-        # Positional arguments are files, which tyro does not complete: bash does where there is nothing else.
-        print(script.getvalue().replace("complete -F", "complete -o default -F"), end="")
+    commands = {name: source.load() for name, source in COMMANDS.items()} | _without_tyro()
+    subcommands = [Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()]
+    app: Any = functools.reduce(operator.or_, subcommands)
+    script = io.StringIO()
+    with redirect_stdout(script), suppress(SystemExit):  # tyro exits after printing
+        tyro.cli(app, prog="moe-replay", args=["--tyro-print-completion", shell])
+    # Positional arguments are files, which tyro does not complete: bash does where there is nothing else.
+    print(script.getvalue().replace("complete -F", "complete -o default -F"), end="")
 
 
 def _without_tyro() -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = " .:-=+*#@"
 
 
-class InspectCommand:
+def inspect(files: tuple[Path, ...], /, *, check: str | None = None, json: bool = False, width: int = 64) -> None:
     """Summarize trace files: tokens, layers, coverage, weight versions, expert load.
 
     Args:
@@ -26,34 +26,24 @@ class InspectCommand:
         json: Print JSON.
         width: Maximum width of the bar charts; more experts are binned.
     """
+    from moe_replay.errors import MoeReplayError
+    from moe_replay.tools.inspect import read_traces, summarize
 
-    def __init__(
-        self, files: tuple[Path, ...], /, *, check: str | None = None, json: bool = False, width: int = 64
-    ) -> None:
-        self.files = files
-        self.check = check
-        self.json = json
-        self.width = width
-
-    def __call__(self) -> None:
-        from moe_replay.errors import MoeReplayError
-        from moe_replay.tools.inspect import read_traces, summarize
-
-        if not self.files:
-            raise MoeReplayError("no trace file", expected="moe-replay inspect FILE ...")
-        summary = summarize(trace for file in self.files for trace in read_traces(file))
-        topology = None if self.check is None else _topology(self.check)
-        if self.json:
-            result = summary.to_dict()
-            if topology is not None:
-                result["differences"] = summary.differences(topology)
-            print(json.dumps(result, indent=2))
-        else:
-            is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-            file_count = f"{len(self.files)} files: " if len(self.files) > 1 else ""
-            print(file_count + summary_text(summary, self.width, _LEVELS if is_utf8 else _PLAIN_LEVELS))
+    if not files:
+        raise MoeReplayError("no trace file", expected="moe-replay inspect FILE ...")
+    summary = summarize(trace for file in files for trace in read_traces(file))
+    topology = None if check is None else _topology(check)
+    if json:
+        result = summary.to_dict()
         if topology is not None:
-            summary.check(topology)
+            result["differences"] = summary.differences(topology)
+        print(dumps(result, indent=2))
+    else:
+        is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        file_count = f"{len(files)} files: " if len(files) > 1 else ""
+        print(file_count + summary_text(summary, width, _LEVELS if is_utf8 else _PLAIN_LEVELS))
+    if topology is not None:
+        summary.check(topology)
 
 
 def summary_text(summary: TraceSummary, width: int = 64, levels: str = _LEVELS) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import functools
 import gc
 import os
 import select
@@ -22,7 +23,10 @@ from moe_replay.version import __version__
 
 
 class CommandSource(NamedTuple):
-    """Import location of a command, loaded on use, and its line in the help."""
+    """Import location of a command, loaded on use, and its line in the help.
+
+    A command is a function of its options, or a class whose instance has them and is called.
+    """
 
     module: str
     name: str
@@ -38,14 +42,14 @@ COMMANDS: dict[str, CommandSource] = {
     "verify": CommandSource("verify", "VerifyCommand", "measure the mismatch between rollout engine and trainer"),
     "doctor": CommandSource("doctor", "DoctorCommand", "check whether this machine can run routing replay"),
     "selftest": CommandSource("selftest", "SelftestCommand", "try what needs two GPUs, on this machine"),
-    "cluster": CommandSource("cluster", "ClusterCommand", "show or scale a run on a Ray cluster"),
+    "cluster": CommandSource("cluster", "cluster", "show or scale a run on a Ray cluster"),
     "plan": CommandSource("plan", "PlanCommand", "check a parallel layout and its memory before a run"),
-    "inspect": CommandSource("inspect", "InspectCommand", "summarize trace files"),
+    "inspect": CommandSource("inspect", "inspect", "summarize trace files"),
     "convert": CommandSource("convert", "ConvertCommand", "convert ms-swift or verl commands to recipes"),
-    "plugin": CommandSource("plugin", "PluginCommand", "print a file that lets another trainer load this library"),
-    "report": CommandSource("report", "ReportCommand", "write the report of a run"),
-    "compare": CommandSource("compare", "CompareCommand", "compare runs on one page"),
-    "completion": CommandSource("completion", "CompletionCommand", "print a shell completion script"),
+    "plugin": CommandSource("plugin", "plugin", "print a file that lets another trainer load this library"),
+    "report": CommandSource("report", "report", "write the report of a run"),
+    "compare": CommandSource("compare", "compare", "compare runs on one page"),
+    "completion": CommandSource("completion", "completion", "print a shell completion script"),
 }
 
 EXIT_S = 60.0
@@ -107,12 +111,23 @@ def _parse(name: str, words: list[str]) -> Callable[[], None]:
             f"moe-replay {name} needs tyro", remedy="pip install 'moe-replay[cli]', or [train] or [serve] with it"
         ) from missing
     try:
-        return tyro.cli(command, prog=f"moe-replay {name}", args=words)
+        parsed = command if isinstance(command, type) else _call_later(command)
+        return tyro.cli(parsed, prog=f"moe-replay {name}", args=words)
     except SystemExit as left:
         if not left.code:  # --help
             print(EXIT_CODES, end="")
             sys.stdout.flush()
         raise
+
+
+def _call_later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """Return a function with the options of a command, which returns the call in place of making it."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **options: Any) -> Callable[[], None]:
+        return functools.partial(command, *args, **options)
+
+    return call
 
 
 class _ErrorHandler:

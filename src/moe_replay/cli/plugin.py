@@ -7,7 +7,7 @@ from typing import Literal
 _MODULES = {"ms-swift": "moe_replay.integrations.ms_swift"}
 
 
-class PluginCommand:
+def plugin(trainer: Literal["ms-swift"], /) -> None:
     """Print a file that lets another trainer load this library.
 
     ms-swift: moe-replay plugin ms-swift > plugin.py, and --external_plugins plugin.py
@@ -15,9 +15,4 @@ class PluginCommand:
     Args:
         trainer: Trainer that will load the file.
     """
-
-    def __init__(self, trainer: Literal["ms-swift"], /) -> None:
-        self.trainer = trainer
-
-    def __call__(self) -> None:
-        print(f"import {_MODULES[self.trainer]}  # noqa: F401")
+    print(f"import {_MODULES[trainer]}  # noqa: F401")

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_replay.errors import EngineError, TraceError
-from moe_replay.interop.capture import trace_from_capture
+from moe_replay.interop.capture import captured_layers, trace_from_capture
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
@@ -59,7 +59,7 @@ def num_written(routed_experts: np.ndarray, tokens: int, top_k: int) -> int:
 
 def by_decoder_layer(routed_experts: np.ndarray, topology: MoeTopology) -> np.ndarray:
     """(n, MoE layers, K) -> (n, decoder layers, K), zeros in dense ones; unchanged if it has all layers already."""
-    routing = _captured_layers(topology)
+    routing = captured_layers(topology)
     layers = routed_experts.shape[1]
     if layers == topology.num_layers or layers != len(routing):
         return routed_experts
@@ -107,7 +107,7 @@ def trace_of(
 
 def covered_tokens(trace: RouteTrace, topology: MoeTopology, project: str) -> np.ndarray:
     """(T,) bool: tokens with a route in every layer; a token with routes in some of them cannot be expressed."""
-    captured = trace.select_layers(_captured_layers(topology))
+    captured = trace.select_layers(captured_layers(topology))
     valid = captured.valid
     covered = np.asarray(valid.all(axis=1))
     partly = np.flatnonzero(valid.any(axis=1) & ~covered)
@@ -140,7 +140,7 @@ def covered_prefix(trace: RouteTrace, topology: MoeTopology, project: str) -> in
 
 def in_decoder_layers(trace: RouteTrace, topology: MoeTopology) -> np.ndarray:
     """(T, decoder layers, K) as engines report it: zeros in dense layers and for uncovered tokens."""
-    layers = _captured_layers(topology)
+    layers = captured_layers(topology)
     wide = np.zeros((len(trace), topology.num_layers, trace.top_k), trace.routed_experts.dtype)
     wide[:, layers] = trace.select_layers(layers).routed_experts
     return wide
@@ -158,11 +158,6 @@ def all_but_last(trace: RouteTrace, topology: MoeTopology, project: str) -> np.n
             remedy="Cut the trace after the last token with a route: trace[:length]",
         )
     return in_decoder_layers(trace, topology)[:needed]
-
-
-def _captured_layers(topology: MoeTopology) -> list[int]:
-    """Return the decoder layers that route; no engine captures routers inside the attention (jetmoe)."""
-    return [layer for layer in topology.layers if layer < topology.num_layers]
 
 
 # ---- arrays in text and bytes ----------------------------------------------------------------------------------------
@@ -230,20 +225,6 @@ def array_of(raw: bytes, dtype: Any, shape: Any, project: str, sample: int | Non
     return np.frombuffer(raw, kind).reshape(shape)
 
 
-def _unpack(packed: Mapping[str, Any], limit: int, project: str, sample: int | None) -> np.ndarray:
-    """Return the array in {"data": base64, "shape": ..., "dtype": ...}."""
-    if not {"data", "shape", "dtype"} <= packed.keys():
-        raise RouteFormatError(
-            f"routes of {project} are no packed array",
-            sample=sample,
-            expected="data, shape and dtype",
-            found=sorted(packed),
-        )
-    return array_of(
-        from_base64(packed["data"], limit, project, sample), packed["dtype"], packed["shape"], project, sample
-    )
-
-
 PackedRoutes = Mapping[str, Any] | np.ndarray | Tensor
 """Routes as they are sent, {"data": base64, "shape": ..., "dtype": ...}, or the array itself."""
 
@@ -251,9 +232,17 @@ PackedRoutes = Mapping[str, Any] | np.ndarray | Tensor
 def unpack_routes(
     routed_experts: PackedRoutes, tokens: int, topology: MoeTopology, project: str, sample: int | None = None
 ) -> np.ndarray:
-    if isinstance(routed_experts, Mapping):
-        return _unpack(routed_experts, max_bytes(tokens, topology), project, sample)
-    return to_array(routed_experts, project, sample)
+    if not isinstance(routed_experts, Mapping):
+        return to_array(routed_experts, project, sample)
+    if not {"data", "shape", "dtype"} <= routed_experts.keys():
+        raise RouteFormatError(
+            f"routes of {project} are no packed array",
+            sample=sample,
+            expected="data, shape and dtype",
+            found=sorted(routed_experts),
+        )
+    raw = from_base64(routed_experts["data"], max_bytes(tokens, topology), project, sample)
+    return array_of(raw, routed_experts["dtype"], routed_experts["shape"], project, sample)
 
 
 def pack_routes(routed_experts: np.ndarray) -> dict[str, Any]:

@@ -20,6 +20,11 @@ from moe_replay.routes.trace import RouteTrace
 _CHANCE_IS_RULED_OUT = 64  # this many consecutive rows of expert 0, at top 1, are no choice of a router
 
 
+def captured_layers(topology: MoeTopology) -> list[int]:
+    """Return the decoder layers that route; no engine captures routers inside the attention (jetmoe)."""
+    return [layer for layer in topology.layers if layer < topology.num_layers]
+
+
 def trace_from_capture(
     routed_experts: np.ndarray | None,
     token_ids: Sequence[int] | np.ndarray,
@@ -83,8 +88,7 @@ class _Checks:
 
     @cached_property
     def layers(self) -> list[int]:
-        """Decoder layers that route. Routers inside the attention (jetmoe) are beyond what engines capture."""
-        return [layer for layer in self.topology.layers if layer < self.topology.num_layers]
+        return captured_layers(self.topology)
 
     def error(self, problem: str, remedy: str, **facts: object) -> EngineError:
         return EngineError(f"{self.engine} {problem}", sample=self.sample, remedy=remedy, **facts)  # type: ignore[arg-type]

@@ -36,12 +36,9 @@ from moe_replay.interop.arrays import (
     trace_of,
     unpack_routes,
 )
+from moe_replay.interop.capture import captured_layers
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
-
-
-def _all_or_all_but_last(tokens: int) -> Sequence[int]:
-    return tokens - 1, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class Convention:
 
     project: str  # name in errors
     remedy: str  # where the number of rows is another
-    rows: Callable[[int], Sequence[int]] = _all_or_all_but_last  # tokens -> numbers of rows that are allowed
+    rows: Callable[[int], Sequence[int]] = lambda tokens: (tokens - 1, tokens)  # allowed numbers of rows
 
     @property
     def engine(self) -> str:
@@ -71,6 +68,28 @@ class Convention:
                 remedy=self.remedy,
             )
 
+    def trace(
+        self,
+        routed_experts: np.ndarray,
+        token_ids: TokenIds,
+        topology: MoeTopology,
+        *,
+        first_token: int = 0,
+        weight_version: WeightVersion,
+        sample: int | None,
+    ) -> RouteTrace:
+        """Return the trace of rows (n, decoder layers, K), from `first_token` on; their number is checked."""
+        self.check(routed_experts, len(to_ids(token_ids)) - first_token, sample)
+        return trace_of(
+            routed_experts,
+            token_ids,
+            topology,
+            self.engine,
+            positions=first_token + np.arange(len(routed_experts)),
+            weight_version=weight_version,
+            sample=sample,
+        )
+
 
 _ALL_IDS = "Give all token ids, and the first token that was requested"
 VLLM = Convention("vLLM", _ALL_IDS)
@@ -84,29 +103,6 @@ VERL = Convention("verl", "Routes must be cut where the response is cut")
 PRIME_RL = Convention("prime-rl", "Routes must be cut where the tokens are cut", lambda tokens: (tokens,))
 PRIME_RL_ENDPOINT = Convention("prime-rl", _ALL_IDS)
 NEMO_RL = Convention("NeMo-RL", "Give all token ids, prompt and completion", lambda tokens: (tokens,))
-
-
-def _from_first_token(
-    convention: Convention,
-    routed_experts: np.ndarray,
-    token_ids: TokenIds,
-    topology: MoeTopology,
-    first_token: int,
-    *,
-    weight_version: WeightVersion,
-    sample: int | None,
-) -> RouteTrace:
-    """Return the trace of an engine's rows from `first_token` on, with or without the last token's."""
-    convention.check(routed_experts, len(to_ids(token_ids)) - first_token, sample)
-    return trace_of(
-        routed_experts,
-        token_ids,
-        topology,
-        convention.engine,
-        positions=first_token + np.arange(len(routed_experts)),
-        weight_version=weight_version,
-        sample=sample,
-    )
 
 
 # ---- vLLM: `routed_experts` of a completion --------------------------------------------------------------------------
@@ -133,9 +129,7 @@ def from_vllm(
         array = from_npy(from_base64(routed_experts, limit, "vLLM", sample), "vLLM", sample)
     else:
         array = to_array(routed_experts, "vLLM", sample)
-    return _from_first_token(
-        VLLM, array, token_ids, topology, first_token, weight_version=weight_version, sample=sample
-    )
+    return VLLM.trace(array, token_ids, topology, first_token=first_token, weight_version=weight_version, sample=sample)
 
 
 def to_vllm(trace: RouteTrace, topology: MoeTopology) -> str:
@@ -180,8 +174,8 @@ def from_sglang(
     first_token   what was sent as routed_experts_start_len: tokens before it are uncovered
     """
     array = int32_rows(routed_experts, len(to_ids(token_ids)), topology, "SGLang", sample)
-    return _from_first_token(
-        SGLANG, array, token_ids, topology, first_token, weight_version=weight_version, sample=sample
+    return SGLANG.trace(
+        array, token_ids, topology, first_token=first_token, weight_version=weight_version, sample=sample
     )
 
 
@@ -206,13 +200,11 @@ def from_slime(
     sample: int | None = None,
 ) -> RouteTrace:
     """Return the trace of a sample from its routes, as sent (base64) or as an array."""
-    length = len(to_ids(tokens))
     if isinstance(rollout_routed_experts, str):
-        array = int32_rows(rollout_routed_experts, length, topology, "slime", sample)
+        array = int32_rows(rollout_routed_experts, len(to_ids(tokens)), topology, "slime", sample)
     else:
         array = to_array(rollout_routed_experts, "slime", sample)
-    SLIME.check(array, length, sample)
-    return trace_of(array, tokens, topology, SLIME.engine, weight_version=weight_version, sample=sample)
+    return SLIME.trace(array, tokens, topology, weight_version=weight_version, sample=sample)
 
 
 def to_slime(trace: RouteTrace, topology: MoeTopology) -> np.ndarray:
@@ -269,10 +261,8 @@ def from_skyrl(
     sample: int | None = None,
 ) -> RouteTrace:
     """Return the trace of a whole trajectory from the routes of its first tokens."""
-    tokens = len(to_ids(token_ids))
-    array = unpack_routes(routed_experts, tokens, topology, "SkyRL", sample)
-    SKYRL.check(array, tokens, sample)
-    return trace_of(array, token_ids, topology, SKYRL.engine, weight_version=weight_version, sample=sample)
+    array = unpack_routes(routed_experts, len(to_ids(token_ids)), topology, "SkyRL", sample)
+    return SKYRL.trace(array, token_ids, topology, weight_version=weight_version, sample=sample)
 
 
 def to_skyrl(trace: RouteTrace, topology: MoeTopology) -> dict[str, Any]:
@@ -414,8 +404,8 @@ def from_prime_rl(
     if isinstance(routed_experts, Mapping) and isinstance(routed_experts.get("data"), str):
         array = unpack_routes(routed_experts, tokens, topology, "prime-rl", sample)
         first_token = _start(routed_experts, tokens, sample)
-        return _from_first_token(
-            PRIME_RL_ENDPOINT, array, token_ids, topology, first_token, weight_version=weight_version, sample=sample
+        return PRIME_RL_ENDPOINT.trace(
+            array, token_ids, topology, first_token=first_token, weight_version=weight_version, sample=sample
         )
     array = _raw_array(routed_experts, tokens, topology, sample)
     PRIME_RL.check(array, tokens, sample)
@@ -525,7 +515,7 @@ def to_nemo_rl(trace: RouteTrace, topology: MoeTopology, layers: Literal["decode
     covered = covered_tokens(trace, topology, "NeMo-RL")
     array = in_decoder_layers(trace, topology).astype(np.int8 if topology.num_experts <= 128 else np.int16)
     if layers == "routing":
-        array = array[:, [layer for layer in topology.layers if layer < topology.num_layers]]
+        array = array[:, captured_layers(topology)]
     array[~covered] = _MISSING
     array[-1:] = np.arange(array.shape[2])
     shape = "x".join(str(size) for size in array.shape)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,35 +20,43 @@ from torch.utils.hooks import RemovableHandle
 from moe_replay.errors import ReplayStateError
 from moe_replay.replay.passes import ForwardPass, LayerRoutes
 from moe_replay.replay.site import Chunk, PlanSlot, RouterSite
+from moe_replay.routes.plan import DispatchPlan
 
 MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as newer ones come
 
 
-class RouterHook(Protocol):
+class RouterHook(ABC):
     """A hook on one router, through which the active pass records or sets its choice of experts.
+
+    Its methods are bound, so that a deep copy of an attached model has hooks and an `ActivePass` of its own.
 
     slot            that it puts the plan of the pass in, for the experts behind the router; None: they use none
     gates_problem   why gate weights cannot be replayed; None: they can
     """
 
-    slot: PlanSlot | None
-    gates_problem: str | None
+    def __init__(self, site: RouterSite, active: ActivePass, gates_problem: str | None = None) -> None:
+        self.site = site
+        self.active = active
+        self.slot: PlanSlot | None = None
+        self.gates_problem = f"{site}: {gates_problem}" if gates_problem else None
+        self.install()
 
+    @staticmethod
+    @abstractmethod
+    def is_installed(module: Any) -> bool:
+        """Return whether a router has a hook of this kind."""
+
+    @abstractmethod
     def install(self) -> None:
         """Put the hook on its router; nothing where it is there already."""
-        ...
 
+    @abstractmethod
     def remove(self) -> None:
         """Restore the router as it was; nothing where the hook is not there."""
-        ...
 
-
-class RouterHookFactory(Protocol):
-    """Makes the hooks of one kind of router."""
-
-    def __call__(self, site: RouterSite, active: ActivePass) -> RouterHook: ...
-
-    def is_installed(self, module: nn.Module) -> bool: ...
+    def put_plan(self, plan: DispatchPlan | None) -> None:
+        if self.slot is not None:
+            self.slot.put(plan)
 
 
 class ActivePass:

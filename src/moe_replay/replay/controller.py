@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from moe_replay.errors import AlignmentError, ReplayStateError, UnsupportedRouterError
-from moe_replay.replay.active import ActivePass, RouterHookFactory, register_hooks
+from moe_replay.replay.active import ActivePass, RouterHook, register_hooks
 from moe_replay.replay.passes import FedTokens, ForwardPass, LayerRoutes
 from moe_replay.replay.policy import IDS, ReplayPolicy, RoutingWeights
 from moe_replay.replay.site import (
@@ -106,7 +106,7 @@ class RouterReplay:
         self,
         chunks: Sequence[Chunk],
         topology: MoeTopology,
-        hook: RouterHookFactory,
+        hook: type[RouterHook],
         rows: RowOrder,
         native_sites: Sequence[RouterSite] = (),
         *,

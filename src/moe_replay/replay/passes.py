@@ -16,12 +16,12 @@ import torch
 
 from moe_replay.errors import AlignmentError, ReplayStateError
 from moe_replay.routes.batch import RouteBatch
-from moe_replay.routes.plan import DispatchPlan
+from moe_replay.routes.plan import DispatchPlan, version_of
 from moe_replay.utils.device import read_later
 
 
 class FedTokens:
-    """The token ids of one forward.
+    """The token ids of one forward. No device sync, but by `check`.
 
     ids      (B, W), a copy: the caller may reuse its buffer
     mask     (B, W) where the attention mask is of this shape: zero for padding
@@ -30,16 +30,11 @@ class FedTokens:
     """
 
     def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
-        self.ids = ids
+        self.ids = ids.detach().clone()
         self.mask = mask if mask is not None and mask.shape == ids.shape else None
         self.checked = False
         self.unknown = 0
         self._wrong_counts: Callable[[], torch.Tensor] | None = None  # on their way to the host
-
-    @classmethod
-    def copied(cls, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FedTokens:
-        """Copy the ids that a model is fed; no device sync."""
-        return cls(ids.detach().clone(), mask)
 
     def copy(self) -> None:
         self.ids = self.ids.detach().clone()
@@ -149,7 +144,7 @@ class ForwardPass:
         self._forwards: dict[tuple[int, ...], _ChunkForward] = {}
         self._compared: list[FedTokens] = []  # and not checked yet
         if given_ids is not None:
-            self.given = FedTokens.copied(given_ids)
+            self.given = FedTokens(given_ids)
             self._compare(self.given)
 
     # ---- what the model is fed ----------------------------------------------------------------------------------
@@ -176,7 +171,7 @@ class ForwardPass:
         running = self._forwards[layers]
         if running.is_known(depth, ids):
             return
-        fed = FedTokens.copied(ids, mask)
+        fed = FedTokens(ids, mask)
         self._compare(fed)
         if self.given is not None and self.batch is None:
             self.given.check_equal(fed)
@@ -195,7 +190,7 @@ class ForwardPass:
 
     def feed_compiled(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Copy the token ids (B, W) of a compiled forward in its graph; they are compared when the context closes."""
-        self.tokens = FedTokens.copied(ids, mask)
+        self.tokens = FedTokens(ids, mask)
 
     def copy_compiled(self) -> None:
         """Copy the ids of compiled forwards out of the memory of their graphs, which the next run may overwrite."""
@@ -316,17 +311,13 @@ class _ChunkForward:
     def set(self, depth: int, ids: torch.Tensor, tokens: FedTokens) -> None:
         self.tokens = tokens
         self._fed[depth] = ids
-        self._latest = (ids, _version(ids))
+        self._latest = (ids, version_of(ids))
 
     def is_known(self, depth: int, ids: torch.Tensor) -> bool:
         """Return whether a module is given ids that were copied before, here or further out, and are unchanged."""
         if ids is self._fed.get(depth):  # the forward has ended: the model may write to its ids
             return True
-        unchanged = self._latest is not None and ids is self._latest[0] and _version(ids) == self._latest[1]
+        unchanged = self._latest is not None and ids is self._latest[0] and version_of(ids) == self._latest[1]
         if unchanged:
             self._fed[depth] = ids
         return unchanged
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

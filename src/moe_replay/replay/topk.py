@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moe_replay.errors import AlignmentError, UnsupportedRouterError
-from moe_replay.replay.active import ActivePass
+from moe_replay.replay.active import ActivePass, RouterHook
 from moe_replay.replay.passes import LayerRoutes
 from moe_replay.replay.policy import within_margin
-from moe_replay.replay.site import PlanSlot, RouterSite
-from moe_replay.routes.plan import DispatchPlan
+from moe_replay.replay.site import RouterSite
 
 UNSEEN_GATES = {"InklingTopkRouter": "its gate weights also depend on its scores of shared experts"}
 """Routers that read scores for their gate weights in other ways than at the experts that they were given, and which."""
@@ -167,18 +167,22 @@ def log_of(weights: torch.Tensor) -> torch.Tensor:
     return weights.clamp(min=torch.finfo(weights.dtype).tiny).log()
 
 
+Native = Callable[[], Any]
+"""The call that an interceptor has seen, as the router makes it."""
+
+
 class TopKHandler:
     """Handles the calls that an interceptor sees; each method returns the result of the call, or a replacement."""
 
-    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+    def topk(self, native: Native, scores: torch.Tensor, k: int) -> Any:
+        return native()
 
-    def gather(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs)
+    def gather(self, native: Native, index: torch.Tensor) -> Any:
+        return native()
 
-    def weights(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def weights(self, native: Native) -> Any:
         """Handle a call that makes routing weights of logits."""
-        return func(*args, **kwargs)
+        return native()
 
 
 class TopKInterceptor(TorchFunctionMode):
@@ -194,9 +198,12 @@ class TopKInterceptor(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.topk or func is torch.Tensor.topk:
-            return self.handler.topk(func, args, kwargs)
+            scores = args[0] if args else kwargs["input"]
+            k = args[1] if len(args) > 1 else kwargs["k"]
+            return self.handler.topk(partial(func, *args, **kwargs), scores, k)
         if func is torch.gather or func is torch.Tensor.gather:
-            return self.handler.gather(func, args, kwargs)
+            index = args[2] if len(args) > 2 else kwargs["index"]
+            return self.handler.gather(partial(func, *args, **kwargs), index)
         return func(*args, **kwargs)
 
 
@@ -213,7 +220,7 @@ class WeightsInterceptor(TopKInterceptor):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MAKES_WEIGHTS:
-            return self.handler.weights(func, args, kwargs or {})
+            return self.handler.weights(partial(func, *args, **(kwargs or {})))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -227,33 +234,29 @@ class RouterCall(TopKHandler):
         self.other_calls: list[tuple[int, int]] = []
         self._weights: torch.Tensor | None = None  # of all experts, as the router has computed them before its choice
 
-    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def topk(self, native: Native, scores: torch.Tensor, k: int) -> Any:
         """Return the replayed experts where the router chooses experts, and their groups where it chooses groups."""
-        scores = args[0] if args else kwargs["input"]
-        k = args[1] if len(args) > 1 else kwargs["k"]
         columns = scores.shape[-1]
         if k == self.site.top_k and columns == self.site.num_experts:
-            return self._experts(func, args, kwargs, scores)
+            return self._experts(native, scores)
         # Scores inside each group (..., groups, experts of a group) may have as many columns as there are groups.
         if k == self.site.groups_kept and columns == self.site.num_groups and not self._inside_groups(scores):
-            return self._groups(func, args, kwargs, scores)
+            return self._groups(native, scores)
         self.other_calls.append((k, columns))
-        return func(*args, **kwargs)
+        return native()
 
     def _inside_groups(self, scores: torch.Tensor) -> bool:
         size = self.site.num_experts // self.site.num_groups
         return scores.dim() > 2 and scores.shape[-2:] == (self.site.num_groups, size)
 
-    def _experts(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
+    def _experts(self, native: Native, scores: torch.Tensor) -> Any:
         # A router with one group calls topk twice: the last result is the route.
-        routed_experts = self.choice.select(
-            scores, lambda: func(*args, **kwargs).indices, lambda: self._log_weights(scores)
-        )
+        routed_experts = self.choice.select(scores, lambda: native().indices, lambda: self._log_weights(scores))
         return torch.return_types.topk((self.choice.gate_scores(scores.gather(-1, routed_experts)), routed_experts))
 
-    def weights(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def weights(self, native: Native) -> Any:
         """Keep the routing weights of all experts; those of shared experts come last (inkling)."""
-        result = func(*args, **kwargs)
+        result = native()
         if self.choice.routed_experts is None and result.shape[-1] >= self.site.num_experts:
             self._weights = result.detach()[..., : self.site.num_experts]
         return result
@@ -262,44 +265,34 @@ class RouterCall(TopKHandler):
         """Return (..., E) the logarithm of routing weights; a router that has made none yet chooses by logits."""
         return log_of(scores.softmax(-1) if self._weights is None else self._weights.reshape(scores.shape))
 
-    def gather(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def gather(self, native: Native, index: torch.Tensor) -> Any:
         """Return the scores that gates are made of where the router reads them at the experts that it was given."""
-        result = func(*args, **kwargs)
-        index = args[2] if len(args) > 2 else kwargs["index"]
+        result = native()
         is_gate = self.choice.routed_experts is not None and index is self.choice.routed_experts
         return self.choice.gate_scores(result) if is_gate else result
 
-    def _groups(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
+    def _groups(self, native: Native, scores: torch.Tensor) -> Any:
         """Keep the groups of the replayed experts unmasked: some families read the gate off the masked scores."""
         routes = self.routes
         # The same number of columns in every mode; naming a group twice unmasks it once.
         width = max(self.site.top_k, self.site.groups_kept)
-        groups = native = _widened(_native_topk(func, args, kwargs), width)
+        groups = native_groups = _widened(_outside_autograd(lambda: native().indices), width)
         if routes.routed_experts is not None:
             groups = _widened(self.choice.replayed(scores) // (self.site.num_experts // self.site.num_groups), width)
             if routes.valid is not None:
-                groups = torch.where(routes.valid.view(*scores.shape[:-1], 1), groups, native)
+                groups = torch.where(routes.valid.view(*scores.shape[:-1], 1), groups, native_groups)
         return torch.return_types.topk((scores.gather(-1, groups), groups))
 
 
-class TopKHook:
-    """Replaces the forward of one router instance.
-
-    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with its own hooks and its own
-    `ActivePass`.
-    """
+class TopKHook(RouterHook):
+    """Replaces the forward of one router instance."""
 
     call_type: type[RouterCall] = RouterCall
 
     def __init__(self, site: RouterSite, active: ActivePass) -> None:
-        self.site = site
-        self.active = active
         self.native_forward = site.module.forward
         names = [cls.__name__ for cls in type(site.module).__mro__]  # FSDP2 derives a class from the router's own
-        problem = next((UNSEEN_GATES[name] for name in names if name in UNSEEN_GATES), None)
-        self.gates_problem = None if problem is None else f"{site}: {problem}"
-        self.slot: PlanSlot | None = None
-        self.install()
+        super().__init__(site, active, next((UNSEEN_GATES[name] for name in names if name in UNSEEN_GATES), None))
 
     @staticmethod
     def is_installed(module: nn.Module) -> bool:
@@ -324,10 +317,10 @@ class TopKHook:
     def _route(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward_pass = self.active.for_router()
         if forward_pass is None:
-            self._put(None)
+            self.put_plan(None)
             return self.native_forward(*args, **kwargs)
         routes = forward_pass.claim(self.site.layer)
-        self._put(routes.plan)
+        self.put_plan(routes.plan)
         call = self.call_type(self.site, routes)
         with WeightsInterceptor(call) if routes.reads_weights else TopKInterceptor(call):
             result = self.native_forward(*args, **kwargs)
@@ -340,15 +333,11 @@ class TopKHook:
                 remedy="See docs/routers.md for how to describe a router",
             )
         if routes.observe and self.site.num_groups:
-            self._put(None)  # a router may be a block with experts inside
+            self.put_plan(None)  # a router may be a block with experts inside
             call.choice.native_routed_experts = self._native_choice(args, kwargs)
-            self._put(routes.plan)
+            self.put_plan(routes.plan)
         call.choice.store()
         return result
-
-    def _put(self, plan: DispatchPlan | None) -> None:
-        if self.slot is not None:
-            self.slot.put(plan)
 
     def _native_choice(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Run the router again: its first run saw the scores of the replayed groups alone."""
@@ -356,11 +345,6 @@ class TopKHook:
         with torch.no_grad(), TopKInterceptor(call):
             self.native_forward(*args, **kwargs)
         return call.choice.routed_experts
-
-
-def _native_topk(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return func(*args, **kwargs).indices
 
 
 def _widened(indices: torch.Tensor, width: int) -> torch.Tensor:

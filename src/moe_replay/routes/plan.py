@@ -86,7 +86,7 @@ class DispatchPlan:
         pair, row, offsets = parts[0] if len(parts) == 1 else (torch.cat(same) for same in zip(*parts, strict=True))
         return cls(
             routes=routes,
-            version=_version(routes.routed_experts),
+            version=version_of(routes.routed_experts),
             layers=layers,
             num_experts=tuple(num_experts[layer] for layer in layers),
             pair=pair,
@@ -120,8 +120,8 @@ class DispatchPlan:
             raise _not_of_these_routes(
                 "another micro-batch", routes.layout or "these routes", planned.layout or "others"
             )
-        if self.version != _version(routes.routed_experts):
-            raise _not_of_these_routes("changed since", f"version {self.version}", _version(routes.routed_experts))
+        if self.version != version_of(routes.routed_experts):
+            raise _not_of_these_routes("changed since", f"version {self.version}", version_of(routes.routed_experts))
 
 
 def _not_of_these_routes(difference: str, expected: object, found: object) -> AlignmentError:
@@ -133,5 +133,6 @@ def _not_of_these_routes(difference: str, expected: object, found: object) -> Al
     )
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return the number of changes in place of a tensor; of an inference tensor it is not known."""
     return 0 if tensor.is_inference() else tensor._version

@@ -19,17 +19,16 @@ import torch
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.active import ActivePass, RouterHookFactory
+from moe_replay.replay.active import ActivePass, RouterHook
 from moe_replay.replay.adapters.megatron_settings import (
     bind_missing_gemm,
     check_replay_enabled,
     check_settings,
     megatron_version,
 )
-from moe_replay.replay.site import Chunk, PlanSlot, RouterSite, boundary_modules, outwards
-from moe_replay.replay.topk import Choice, RouterCall, TopKHandler, TopKHook, TopKInterceptor, log_of
+from moe_replay.replay.site import Chunk, RouterSite, boundary_modules, outwards
+from moe_replay.replay.topk import Choice, Native, RouterCall, TopKHandler, TopKHook, TopKInterceptor, log_of
 from moe_replay.routes.layout import RowOrder
-from moe_replay.routes.plan import DispatchPlan
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 AuxLoss = Literal["native", "replayed"]
@@ -49,7 +48,7 @@ class MegatronModel(NamedTuple):
 
     chunks: tuple[Chunk, ...]  # in the order they were given
     topology: MoeTopology  # the routers of the whole model, on all ranks
-    hook: RouterHookFactory  # makes the hooks of its routers
+    hook: type[RouterHook]  # of its routers
     rows: RowOrder  # how it flattens tokens into rows
     # routers of multi-token prediction: no rollout has routes for them, so they always route natively
     native_sites: tuple[RouterSite, ...]
@@ -82,7 +81,7 @@ def find_chunks(
         chunks.append(chunk)
         native.extend(predicting)
     _check_each_layer_once(chunks)
-    hook: RouterHookFactory
+    hook: type[RouterHook]
     if version < FIRST_WITH_REPLAY:
         hook = legacy_hook(version, config, aux_loss)
     else:
@@ -94,19 +93,14 @@ def find_chunks(
 # ---- hooks of routers -----------------------------------------------------------------------------------------------
 
 
-class MegatronHook:
-    """Replaces the replay object of one router; its methods are bound, so that a deep copy has its own."""
+class MegatronHook(RouterHook):
+    """Replaces the replay object of one router."""
 
     def __init__(self, site: RouterSite, active: ActivePass) -> None:
-        self.site = site
-        self.active = active
         self.router = cast(Any, site.module)
         self.native_replay = self.router.router_replay
-        self.slot: PlanSlot | None = None
-        self.gates_problem: str | None = None
-        if self.router.enable_expert_bias:
-            self.gates_problem = f"{site}: with an expert bias Megatron-Core reads them after the choice of experts"
-        self.install()
+        late_gates = "with an expert bias Megatron-Core reads them after the choice of experts"
+        super().__init__(site, active, late_gates if self.router.enable_expert_bias else None)
 
     @staticmethod
     def is_installed(module: Any) -> bool:
@@ -131,7 +125,7 @@ class MegatronHook:
         """Choose the router's experts under the active pass: scores (R, E) -> (values (R, K), experts (R, K))."""
         forward_pass = self.active.for_router()
         if forward_pass is None:
-            self._put(None)
+            self.put_plan(None)
             return default_compute_topk(scores, topk, num_groups, group_topk)
         with_gradient = torch.is_grad_enabled()
 
@@ -140,7 +134,7 @@ class MegatronHook:
                 return default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
 
         routes = forward_pass.claim(self.site.layer)
-        self._put(routes.plan)
+        self.put_plan(routes.plan)
         choice = Choice(self.site, routes)
         routed_experts = choice.select(scores, native_choice, lambda: self._log_weights(scores))
         values = choice.gate_scores(scores.gather(-1, routed_experts))
@@ -153,10 +147,6 @@ class MegatronHook:
         if self.router.score_function == "sigmoid":
             return log_of(scores if self.router.expert_bias is None else scores - self.router.expert_bias)
         return log_of(scores if self.router.config.moe_router_pre_softmax else scores.softmax(-1))
-
-    def _put(self, plan: DispatchPlan | None) -> None:
-        if self.slot is not None:
-            self.slot.put(plan)
 
     def on_choice(self, routed_experts: torch.Tensor) -> None:
         """Receive the experts (R, K) that the router takes."""
@@ -197,17 +187,12 @@ class ReplayedAuxLossHook(TopKHandler, MegatronHook):
     def on_choice(self, routed_experts: torch.Tensor) -> None:
         self._routed_experts = routed_experts
 
-    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def topk(self, native: Native, scores: torch.Tensor, k: int) -> Any:
         """Return the first choice for every later `topk` over the experts."""
-        scores = args[0] if args else kwargs["input"]
-        k = args[1] if len(args) > 1 else kwargs["k"]
-        if self._routed_experts is None or (k, *scores.shape) != (
-            self.site.top_k,
-            len(self._routed_experts),
-            self.site.num_experts,
-        ):
-            return func(*args, **kwargs)
-        return torch.return_types.topk((scores.gather(-1, self._routed_experts), self._routed_experts))
+        chosen, site = self._routed_experts, self.site
+        if chosen is None or (k, *scores.shape) != (site.top_k, len(chosen), site.num_experts):
+            return native()
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
 # ---- finding the routers --------------------------------------------------------------------------------------------
@@ -340,7 +325,7 @@ def _check_each_layer_once(chunks: Sequence[Chunk]) -> None:
 FIRST_WITH_TWO_CHOICES = (0, 14)  # since then the router chooses a second time for its load-balancing losses
 
 
-def legacy_hook(version: tuple[int, int], config: Any, aux_loss: AuxLoss) -> RouterHookFactory:
+def legacy_hook(version: tuple[int, int], config: Any, aux_loss: AuxLoss) -> type[RouterHook]:
     if aux_loss == "replayed":
         return ReplayedAuxLossLegacyHook
     has_aux_loss = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff
@@ -357,26 +342,25 @@ def legacy_hook(version: tuple[int, int], config: Any, aux_loss: AuxLoss) -> Rou
 class ReplayedAuxLossCall(RouterCall):
     """Replaces the result of every `topk` over the experts: for the dispatch, and for the load-balancing losses."""
 
-    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def topk(self, native: Native, scores: torch.Tensor, k: int) -> Any:
         """Return the choice of the first call for every later one.
 
         Scores inside groups have three dimensions: that `topk` chooses groups, never experts.
         """
-        scores = args[0] if args else kwargs["input"]
         routed_experts = self.choice.routed_experts
         if scores.dim() != 2:
-            return func(*args, **kwargs)
+            return native()
         if routed_experts is not None and scores.shape[-1] == self.site.num_experts:
             return torch.return_types.topk((scores.gather(-1, routed_experts), routed_experts))
-        return super().topk(func, args, kwargs)
+        return super().topk(native, scores, k)
 
 
 class NativeAuxLossCall(ReplayedAuxLossCall):
     """Replaces the result of the first `topk` over the experts alone: the dispatch."""
 
-    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def topk(self, native: Native, scores: torch.Tensor, k: int) -> Any:
         """Leave every call after the choice to the load-balancing losses."""
-        return func(*args, **kwargs) if self.choice.routed_experts is not None else super().topk(func, args, kwargs)
+        return native() if self.choice.routed_experts is not None else super().topk(native, scores, k)
 
 
 class LegacyHook(TopKHook):
