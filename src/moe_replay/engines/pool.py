@@ -313,12 +313,7 @@ class EnginePool(AsyncSampler, Engine):
         """
         members = self._begin_update(version, weights_id)
         if isinstance(weights, Path):
-            with ThreadPoolExecutor(len(members) or 1) as threads:
-                engines = [member.engine for member in members]
-                calls = [
-                    threads.submit(engine.update_weights, weights, version, probe, weights_id) for engine in engines
-                ]
-            self._apply_outcomes(calls, members)
+            self._on_all(lambda engine: engine.update_weights(weights, version, probe, weights_id), members)
             return
         self._send_tensors(
             members, weights, lambda engine, stream: engine.update_weights(stream, version, probe, weights_id)
@@ -453,10 +448,12 @@ class EnginePool(AsyncSampler, Engine):
         """Abort running requests on every engine, for all of its clients."""
         self._on_all(lambda engine: engine.abort())
 
-    def _on_all(self, command: Callable[[ServedEngine], None]) -> None:
-        with ThreadPoolExecutor(len(self._members)) as threads:
-            calls = [threads.submit(command, member.engine) for member in self._members]
-            self._apply_outcomes(calls, self._members)
+    def _on_all(self, command: Callable[[ServedEngine], None], members: Sequence[Member] | None = None) -> None:
+        """Run a command on these engines side by side; None: on all."""
+        members = self._members if members is None else members
+        with ThreadPoolExecutor(len(members) or 1) as threads:
+            calls = [threads.submit(command, member.engine) for member in members]
+        self._apply_outcomes(calls, members)
 
     def close(self) -> None:
         """Close the connections; the servers keep running."""

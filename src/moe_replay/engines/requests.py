@@ -47,7 +47,7 @@ class RequestBarrier:
     @asynccontextmanager
     async def request(self, kind: str = "request") -> AsyncIterator[str]:
         """Wait until the barrier is open, then run a request; yields its id, which begins with its kind."""
-        await self._wait_until_open()
+        await self.wait_until_open()
         request_id = self.new_request_id(kind)
         self.active.add(request_id)
         try:
@@ -62,7 +62,7 @@ class RequestBarrier:
 
     async def close(self, abort: Callable[[], Awaitable[None]]) -> None:
         """Hold new requests back and abort the running ones; return when none is running."""
-        await self._wait_until_open()
+        await self.wait_until_open()
         self._is_open.clear()
         with self.open_on_error():
             while self.active:
@@ -87,7 +87,7 @@ class RequestBarrier:
             yield
             undo.pop_all()
 
-    async def _wait_until_open(self) -> None:
+    async def wait_until_open(self) -> None:
         while not self._is_open.is_set():  # a task that was woken first may have closed it again
             await self._is_open.wait()
 

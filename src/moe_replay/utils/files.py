@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Write = Callable[[Path], list[Path]]
@@ -44,11 +44,8 @@ def flush(path: Path) -> None:
 
 def sizes(folder: Path) -> dict[str, int]:
     """Return the size in bytes of every file below a folder, by relative path."""
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 _MAX_PARTS = 512  # a kernel takes at most 1024

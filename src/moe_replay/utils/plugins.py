@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import difflib
 import importlib
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -138,6 +139,15 @@ def _comes_from_outside(error: BaseException) -> bool:
     except RuntimeError:  # no event loop runs in this thread
         return False
     return task is not None and (isinstance(error, GeneratorExit) or bool(task.cancelling()))
+
+
+def awaited(result: Any) -> Any:
+    """Return what a user's function has returned or, of a coroutine function, what that is awaited for."""
+
+    async def wait_for_it() -> Any:
+        return await result
+
+    return asyncio.run(wait_for_it()) if inspect.isawaitable(result) else result
 
 
 def call_user_code(

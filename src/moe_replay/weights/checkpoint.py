@@ -343,11 +343,8 @@ def model_tensor(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
     converter = by_pattern[first_pattern]
     for name, (new_name, pattern) in renamed.items():
         converter.add_tensor(new_name, name, pattern, parts[name])
-    return _only(converter.convert(target, model=model, config=model.config)[target])
-
-
-def _only(value: Tensor | list[Tensor]) -> Tensor:
-    return value[0] if isinstance(value, list) else value
+    converted = converter.convert(target, model=model, config=model.config)[target]
+    return converted[0] if isinstance(converted, list) else converted
 
 
 def can_convert() -> bool:

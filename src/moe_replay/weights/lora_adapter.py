@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,21 +65,20 @@ def module_names(parameter: str) -> tuple[str, str]:
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
 
-def write_adapter(adapter: Adapter, folder: Path, base: str = "", *, here: bool = True) -> None:
-    """Write a PEFT folder. Where `here` is false the tensors are only read, which may be a collective operation."""
-    write = stage_adapter(adapter, base, here=here)
-    if here:
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder)
+def write_adapter(adapter: Adapter, folder: Path, base: str = "") -> None:
+    """Write a PEFT folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stage_adapter(adapter, base)(folder)
 
 
 def stage_adapter(adapter: Adapter, base: str = "", *, here: bool = True) -> Write:
     """Copy an adapter to host memory and return what writes it as a PEFT folder; where `here` is false: nothing."""
-    tensors = dict(_copies(adapter.tensors) if here else ())
     if not here:
         for _ in adapter.tensors:
             pass
         return lambda folder: []
+    # Copies: a safetensors file cannot hold tensors that share memory.
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in adapter.tensors}
     return lambda folder: _write(folder, tensors, adapter.config(tensors, base))
 
 
@@ -91,11 +90,6 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> 
     apply_umask(folder / TENSORS)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     return [folder / TENSORS, folder / CONFIG]
-
-
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies on the CPU: a safetensors file cannot hold tensors that share memory."""
-    return ((name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in tensors)
 
 
 def _leaf(name: str) -> str:

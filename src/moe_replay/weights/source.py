@@ -96,7 +96,6 @@ class PerLayerReceivers(Collection[int]):
         self._layer = 0
 
     def advance(self) -> None:
-        """Advance to the next group."""
         self._layer = min(self._layer + 1, len(self._holders) - 1)
 
     def __contains__(self, rank: object) -> bool:

@@ -35,7 +35,7 @@ from moe_replay.engines.requests import DIGEST_HEADER, RequestLimits, content_di
 from moe_replay.engines.server.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.engines.server.update_body import read_header, read_tensors, read_transfer
 from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
-from moe_replay.records import FinishReason, Sample, SamplingParams
+from moe_replay.records import FinishReason, SamplingParams
 from moe_replay.utils.misc import is_loopback
 
 T = TypeVar("T")
@@ -121,7 +121,6 @@ class _Service:
             raise _ResponseError(401, "a bearer token is needed, the one that the server was started with")
 
     async def health(self, request: Request) -> Response:
-        """Whether the engine is alive, ready to sample or not."""
         alive = self.engine.healthy()
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
@@ -153,7 +152,8 @@ class _Service:
             samples = await _while_connected(request, self.engine.generate_one(prompt.prompt_ids, prompt.params))
         finally:
             self._active -= 1
-        if prompt.params.seed is not None and request.app.state.is_ending and any(map(_is_aborted, samples)):
+        is_aborted = any(sample.finish_reason is FinishReason.ABORT for sample in samples)
+        if prompt.params.seed is not None and request.app.state.is_ending and is_aborted:
             raise _ResponseError(503, "the server is ending")  # the rest of it would have other random numbers
         body = await anyio.to_thread.run_sync(encode_samples, samples)
         return Response(body, media_type=MEDIA_TYPE, headers={DIGEST_HEADER: content_digest(body)})
@@ -279,10 +279,6 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         for future in (task, disconnect):
             future.cancel()
         await asyncio.gather(task, disconnect, return_exceptions=True)
-
-
-def _is_aborted(sample: Sample) -> bool:
-    return sample.finish_reason is FinishReason.ABORT
 
 
 async def _disconnected(request: Request) -> None:

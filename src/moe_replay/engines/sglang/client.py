@@ -18,7 +18,7 @@ import numpy as np
 from moe_replay.engines.base import Engine, StartRequest
 from moe_replay.engines.http import HttpClient, reading_answer
 from moe_replay.engines.pool import connect
-from moe_replay.engines.requests import EngineState
+from moe_replay.engines.requests import EngineState, RequestBarrier
 from moe_replay.engines.sglang.weights import SglangWeights, WeightCalls
 from moe_replay.engines.sglang.wire import NO_PENALTIES, GenerateResponse, generate_request, request_seed, was_retracted
 from moe_replay.errors import EngineError, EngineName
@@ -91,8 +91,7 @@ class SglangClient(HttpClient):
         self._weight_kind = weights
         self._state = EngineState(f"SGLang at {self.url}", weight_version)
         self._ledger = WeightsLedger(self._state.engine)
-        self._accepting = asyncio.Event()  # cleared during weight updates: new requests wait
-        self._accepting.set()
+        self._barrier = RequestBarrier(self._loop.loop)  # shut during weight updates: new requests wait
         self._temperature_checked = False
 
     # ---- properties ---------------------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class SglangClient(HttpClient):
         return await self._loop.run_async(limited())
 
     async def _sample_from(self, prompt: Sequence[int], params: SamplingParams, first_token: int) -> list[Sample]:
-        await self._accepting.wait()
+        await self._barrier.wait_until_open()
         self._state.require_ready()
         await asyncio.to_thread(lambda: (self.name, self.topology))  # cached; blocking, so not in this loop
         if params.temperature not in (0.0, 1.0) and not self._temperature_checked:
@@ -170,7 +169,8 @@ class SglangClient(HttpClient):
         ]
         self._ledger.check(samples)
         if any(sample.finish_reason is not FinishReason.ABORT for sample in samples):
-            await self._accepting.wait()  # it may have been queued in the server, for weights that are not verified yet
+            # It may have been queued in the server, for weights that are not verified yet.
+            await self._barrier.wait_until_open()
             self._state.require_ready()
         return samples * (params.n // params.draws)
 
@@ -301,12 +301,11 @@ class SglangClient(HttpClient):
     @contextmanager
     def _requests_held(self) -> Iterator[None]:
         """Hold new requests of this client back."""
-        loop = self._loop.loop
-        loop.call_soon_threadsafe(self._accepting.clear)
+        self._barrier.shut()
         try:
             yield
         finally:
-            loop.call_soon_threadsafe(self._accepting.set)
+            self._barrier.open()
 
     @contextmanager
     def _generation_paused(self) -> Iterator[None]:

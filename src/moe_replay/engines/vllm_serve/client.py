@@ -255,7 +255,8 @@ class VllmServeClient(HttpClient):
         self._ledger.record(version, weights_id)
         self._loop.run(self._barrier.close(self._abort))
         with self._barrier.open_on_error(), self._state.update_to(version, weights_id):
-            with self._paused():
+            # Aborts running requests of all clients and drops cached prefixes; new requests wait in the server.
+            with between(self._post_json, "/pause?mode=abort", "/resume"):
                 self._stamp(version, INCOMPLETE)
                 send(weights)
                 self._stamp(version, weights_id)
@@ -278,10 +279,6 @@ class VllmServeClient(HttpClient):
                 found="a client that only samples",
                 remedy="Connect with takes_weights=True to a server with VLLM_SERVER_DEV_MODE=1",
             )
-
-    def _paused(self) -> AbstractContextManager[None]:
-        """Abort running requests of all clients and drop cached prefixes; new requests wait in the server."""
-        return between(self._post_json, "/pause?mode=abort", "/resume")
 
     def _stamp(self, version: int, weights_id: str) -> None:
         """Name the weights to the server, which stamps its samples with it (0.32)."""

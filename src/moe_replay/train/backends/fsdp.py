@@ -36,7 +36,14 @@ from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import give_plans, is_divided, rows_of_rank
 from moe_replay.train.backends.fp8_base import plain_value
 from moe_replay.train.backends.fp8_weights import CODES
-from moe_replay.train.backends.fsdp_loading import EXPERT_ID, free_gathered, named_layers, row_offset, sharded_model
+from moe_replay.train.backends.fsdp_loading import (
+    EXPERT_ID,
+    free_gathered,
+    named_layers,
+    row_offset,
+    sharded_model,
+    tied_names,
+)
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 from moe_replay.train.backends.offload import TrainerOffload, local_part
@@ -187,8 +194,7 @@ class FsdpSource:
 
     def _state(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the model by name, tied parameters once."""
-        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        tied = names - {name for name, _ in self._model.named_parameters()}
+        tied = tied_names(self._model)
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied}
 
     def _plain_name(self, name: str) -> str:
@@ -418,9 +424,7 @@ class FsdpBackend(Backend):
         return {"input_ids": ids, "position_ids": positions, "use_cache": False, "logits_to_keep": 1, **arguments}
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
-        """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
-        is_policy = config.model.reference is None and self._lora is not None
-        if config.algorithm.beta == 0 or is_policy:
+        if not config.has_reference:
             return None
         path = config.model.reference or folder
         return sharded_model(path, config.model, self.device, trained=False, **self._sharing)

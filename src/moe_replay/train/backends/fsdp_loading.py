@@ -80,7 +80,7 @@ class FolderShards:
             if _has_scales(_config_file(path)):
                 raise
             return None
-        tied, form = _tied(model), CheckpointForm(model)
+        tied, form = tied_names(model), CheckpointForm(model)
         tensors = {name: form.tensors(name, tensor) for name, tensor in model.state_dict().items() if name not in tied}
         expected = {part: tensor for of_tensor in tensors.values() for part, tensor in of_tensor.items()}
         if any(part not in present or checkpoint.shape(part) != tensor.shape for part, tensor in expected.items()):
@@ -144,7 +144,8 @@ def without_scales(settings: Any) -> bool:
     return True
 
 
-def _tied(model: nn.Module) -> set[str]:
+def tied_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters under which a model has them a second time."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return names - {name for name, _ in model.named_parameters()}
 

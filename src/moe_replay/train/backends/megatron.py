@@ -155,9 +155,7 @@ class MegatronBackend(Backend):
         self._lora = MegatronLora.of(config, chunks, folder, self._family) if config.model.lora_rank else None
         self.models = build.distributed(chunks, config)
         self._optimizer = build.make_optimizer(self.models, config.optim, sharded=config.backend.distributed_optimizer)
-        base_is_reference = self._lora is not None and config.model.reference is None  # the policy without its adapters
-        with_reference = config.algorithm.beta > 0 and not base_is_reference
-        self._reference = self._reference_chunks(config, folder) if with_reference else None
+        self._reference = self._reference_chunks(config, folder) if config.has_reference else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
         give_plans(self.models, self.replay, device)

@@ -264,7 +264,6 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: TrainConfig, folder: Path) -> Checkpoints:
-        """Open the checkpoints of a run, as it is configured."""
         section, merge = config.checkpoint, config.model.lora_merge
         settings = fixed_settings(config)
         return cls(folder, keep=section.keep, settings=settings, merge=merge, asynchronous=section.asynchronous)

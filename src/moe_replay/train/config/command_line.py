@@ -25,7 +25,8 @@ def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
     The recipe's `rollout.options` are dropped if the command line selects another engine.
     """
     engine, problems = _engine(tables), list[ConfigError]()
-    of_file = _pop_options(tables)
+    table, key = enclosing_table(tables, OPTIONS)
+    of_file = table.pop(key, None)
     for option, values in _options(words):
         try:
             _apply(tables, option, values)
@@ -36,7 +37,6 @@ def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
     if problems:
         raise problems[0]
     if of_file is not None and engine == _engine(tables):
-        table, key = enclosing_table(tables, OPTIONS)
         table[key] = of_file | table.get(key, {}) if isinstance(of_file, dict) else of_file
 
 
@@ -63,11 +63,6 @@ def _apply(tables: dict[str, Any], option: str, values: list[str]) -> None:
 def _engine(tables: dict[str, Any]) -> Any:
     table, key = enclosing_table(tables, "rollout.engine")
     return table.get(key, all_fields()["rollout.engine"].default)
-
-
-def _pop_options(tables: dict[str, Any]) -> Any:
-    table, key = enclosing_table(tables, OPTIONS)
-    return table.pop(key, None)
 
 
 def choices(field: FieldInfo) -> list[str]:

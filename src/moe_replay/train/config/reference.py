@@ -79,15 +79,12 @@ def reference() -> str:
 def _section(name: str, section: type[Section]) -> str:
     heading = f"## [{name}]" if name else "## The run"
     text = "Keys before the first section." if section is TrainConfig else section.__doc__
+    prefix = f"{name}."
     rows = [
-        f"| `{key}` | {_kind(field)} | {_default(field)} | {_in_table(str(field.description))} |"
-        for key, field in _keys(name, section)
+        f"| `{key.removeprefix(prefix)}` | {_kind(field)} | {_default(field)} | {_in_table(str(field.description))} |"
+        for key, field in fields_of(name, section)
     ]
     return "\n".join([heading, "", str(text), "", "| key | value | default | |", "|---|---|---|---|", *rows, ""])
-
-
-def _keys(name: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    yield from ((key.removeprefix(f"{name}."), field) for key, field in fields_of(name, section))
 
 
 def _kind(field: FieldInfo) -> str:

@@ -560,6 +560,11 @@ class Sections(Section):
         return self.rollout.engines_per_node is not None or self.cluster.starts_engines
 
     @property
+    def has_reference(self) -> bool:
+        """Whether there is a reference model besides the policy; without its adapters that can be the reference."""
+        return self.algorithm.beta > 0 and not (self.model.lora_rank and self.model.reference is None)
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer steps per rollout, over all passes."""
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations

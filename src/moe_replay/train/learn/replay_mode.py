@@ -78,36 +78,35 @@ def _policy(config: TrainConfig) -> ReplayPolicy:
 
 
 def plan_replay(config: TrainConfig) -> ReplayPlan:
-    """Return the plan of a run.
+    replay, mode, reason = config.replay, config.replay.mode, "as configured"
+    correction = config.algorithm.rollout_correction
+    if mode == "auto":
+        mode, reason, correction = _chosen(config)
+    return ReplayPlan(
+        *(mode, reason, correction, replay.observe, _policy(config)),
+        drops=replay.policy == "drop",
+        shift_floor=replay.shift_floor if replay.policy == "shift" else None,
+    )
 
-    `auto` decides by the number of updates from sample to use, as arXiv 2512.01374 found; what we measured ourselves is
-    in docs/lab/does-it-help.md.
+
+def _chosen(config: TrainConfig) -> tuple[Literal["off", "r2", "r3"], str, Correction]:
+    """Return the mode that `auto` chooses, why, and the correction that goes with it.
+
+    It decides by the number of updates from sample to use, as arXiv 2512.01374 found; what we measured ourselves is in
+    docs/lab/does-it-help.md.
     """
-    mode, correction, observe = config.replay.mode, config.algorithm.rollout_correction, config.replay.observe
-    if mode != "auto":
-        name, floor = config.replay.policy, config.replay.shift_floor
-        return ReplayPlan(
-            *(mode, "as configured", correction, observe, _policy(config)),
-            drops=name == "drop",
-            shift_floor=floor if name == "shift" else None,
-        )
+    correction = config.algorithm.rollout_correction
     updates = config.updates_per_step * (1 + config.rollout.max_staleness)
     if config.algorithm.old_logprobs == "rollout":  # no correction: the ratio of each update is against the rollout
         if updates == 1:
-            return ReplayPlan("off", "one update a rollout: on-policy; routes are compared", correction, observe)
+            return "off", "one update a rollout: on-policy; routes are compared", correction
         reason = f"{updates} updates from sample to use, and no old-log-prob pass that could record routes for r2"
-        return ReplayPlan("r3", reason, correction, observe)
+        return "r3", reason, correction
     if updates == 1:
-        corrected: Correction = "token_truncate" if correction == "off" else correction
-        reason = (
-            f"one update a rollout: on-policy, so importance correction ({corrected}) is enough; routes are compared"
-        )
-        return ReplayPlan("off", reason, corrected, observe)
+        correction = "token_truncate" if correction == "off" else correction
+        is_enough = f"on-policy, so importance correction ({correction}) is enough"
+        return "off", f"one update a rollout: {is_enough}; routes are compared", correction
     if updates < 4:
-        reason = f"{updates} updates from sample to use: slightly off-policy (arXiv 2512.01374)"
-        return ReplayPlan("r2", reason, correction, observe)
-    reason = (
-        f"{updates} updates from sample to use: far off-policy, where R3 brings rollout and trainer closest together "
-        "(docs/lab/does-it-help.md)"
-    )
-    return ReplayPlan("r3", reason, correction, observe)
+        return "r2", f"{updates} updates from sample to use: slightly off-policy (arXiv 2512.01374)", correction
+    reason = "far off-policy, where R3 brings rollout and trainer closest together (docs/lab/does-it-help.md)"
+    return "r3", f"{updates} updates from sample to use: {reason}", correction

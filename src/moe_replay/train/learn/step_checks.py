@@ -14,7 +14,7 @@ from moe_replay.errors import ReplayStateError
 from moe_replay.records import MicroBatch
 from moe_replay.train.backends.base import Backend, Routing
 from moe_replay.train.config.sections import Dtype
-from moe_replay.verification.watch import AlignmentCheck, AlignmentWatch
+from moe_replay.verification.watch import AlignmentCheck
 
 # ---- alignment of routes and tokens ----------------------------------------------------------------------------------
 
@@ -22,8 +22,8 @@ from moe_replay.verification.watch import AlignmentCheck, AlignmentWatch
 class Alignment:
     """Samples one micro-batch of each rank in every step, and judges the samples of all ranks together."""
 
-    def __init__(self, backend: Backend, watch: AlignmentWatch | None = None) -> None:
-        self._check = AlignmentCheck(backend.topology, backend.device, watch)
+    def __init__(self, backend: Backend) -> None:
+        self._check = AlignmentCheck(backend.topology, backend.device)
 
     def choose(self, batches: Sequence[MicroBatch], step: int) -> MicroBatch | None:
         """Return the micro-batch to look at, chosen at random from those of this rank that are no dummies."""

@@ -62,7 +62,6 @@ class Group:
 
     @property
     def episodes(self) -> list[list[Trajectory]]:
-        """The trajectories of each episode."""
         return [[self.trajectories[index] for index in episode] for episode in episodes_of(self.trajectories)]
 
 
@@ -215,7 +214,8 @@ class LocalGroups:
         return Group(trajectories, scores)
 
     async def _score(self, prompt: Prompt, sequences: Sequence[Trajectory]) -> Scores:
-        parts = [_after_prompt(sequence) for sequence in sequences]
+        first_sampled = [int(np.flatnonzero(one.sampled).min(initial=len(one))) for one in sequences]
+        parts = [sequence.token_ids[first:] for sequence, first in zip(sequences, first_sampled, strict=True)]
         completions = [np.concatenate([parts[index] for index in episode]) for episode in episodes_of(sequences)]
         samples = await asyncio.to_thread(Samples.of, prompt, completions, self._tokenizer)
         return await self._scorer.score(samples)
@@ -324,11 +324,6 @@ def check_versions(trajectory: Trajectory) -> None:
             found=f"version {routed[token]} ({mismatched.size} tokens)",
             remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
         )
-
-
-def _after_prompt(sequence: Trajectory) -> np.ndarray:
-    """Return the tokens of a sequence from the first sampled one on."""
-    return sequence.token_ids[int(np.flatnonzero(sequence.sampled).min(initial=len(sequence))) :]
 
 
 def check_mask(sequence: Trajectory, params: SamplingParams, row: int) -> None:

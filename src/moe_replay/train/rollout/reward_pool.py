@@ -105,15 +105,14 @@ class InProcess:
         """Do nothing: functions are loaded already."""
 
     async def score(self, samples: Samples) -> Scores:
-        columns = {name: [_plain(value) for value in values] for name, values in samples.columns.items()}
+        columns = {
+            name: [value.tolist() if isinstance(value, TokenIds) else value for value in values]
+            for name, values in samples.columns.items()
+        }
         return await asyncio.to_thread(score, self._rewards, samples.prompts, samples.completions, columns)
 
     def close(self) -> None:
         """Do nothing: threads of functions that have not returned are left behind."""
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, TokenIds) else value
 
 
 class RewardPool:

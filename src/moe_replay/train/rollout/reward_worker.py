@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from io import BufferedRWPair
@@ -96,32 +96,29 @@ def _refused(cause: str) -> RewardWireError:
     )
 
 
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "tokens": lambda text: np.frombuffer(base64.b64decode(text), "<i8").tolist(),
+    "bytes": base64.b64decode,
+    "objects": lambda items: np.array(items, object),
+    "timedelta": lambda parts: timedelta(*parts),
+    "datetime": datetime.fromisoformat,
+    "date": date.fromisoformat,
+    "time": time.fromisoformat,
+    "decimal": Decimal,
+    "set": set,
+}
+"""Tag -> value of what `_tagged` makes of it; an array has a dtype and a shape as well."""
+
+
 def _untagged(content: dict[str, Any]) -> Any:
-    kind, value = content.get(_TAG), content.get("value", "")
-    match kind:
-        case None:
-            return content
-        case "tokens":
-            return np.frombuffer(base64.b64decode(str(value)), "<i8").tolist()
-        case "bytes":
-            return base64.b64decode(str(value))
-        case "array":
-            return np.frombuffer(base64.b64decode(str(value)), content["dtype"]).reshape(content["shape"]).copy()
-        case "objects":
-            return np.array(value, object)
-        case "timedelta":
-            return timedelta(*value)
-        case "datetime":
-            return datetime.fromisoformat(str(value))
-        case "date":
-            return date.fromisoformat(str(value))
-        case "time":
-            return time.fromisoformat(str(value))
-        case "decimal":
-            return Decimal(str(value))
-        case "set":
-            return set(value)
-    raise RewardWireError("a message of a reward has an unknown tag", found=kind)
+    if _TAG not in content:
+        return content
+    kind, value = content[_TAG], content.get("value", "")
+    if kind == "array":
+        return np.frombuffer(base64.b64decode(value), content["dtype"]).reshape(content["shape"]).copy()
+    if kind not in _READERS:
+        raise RewardWireError("a message of a reward has an unknown tag", found=kind)
+    return _READERS[kind](value)
 
 
 def _text(content: bytes) -> str:

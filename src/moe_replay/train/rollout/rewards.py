@@ -8,8 +8,6 @@ Importing this module does not import torch: processes that only score samples s
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
 import math
 import os
@@ -30,6 +28,7 @@ from moe_replay.train.config.registries import REWARDS
 from moe_replay.utils.misc import printable, text_of
 from moe_replay.utils.plugins import (
     PluginError,
+    awaited,
     call_user_code,
     check_required,
     import_path,
@@ -271,12 +270,7 @@ def call(
     reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> Any:
     """Return what a reward function returns, or what it is awaited for."""
-    result = reward.function(prompts=list(prompts), completions=list(completions), **columns)
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
+    return awaited(reward.function(prompts=list(prompts), completions=list(completions), **columns))
 
 
 def call_details(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from typing import Any
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.config.registries import TOOL_FORMATS
 from moe_replay.utils.misc import one_line
-from moe_replay.utils.plugins import resolve, start_user_code, user_code
+from moe_replay.utils.plugins import awaited, resolve, start_user_code, user_code
 
 MAX_CALLS = 16
 """Calls of one turn that are answered."""
@@ -88,8 +88,8 @@ class ToolSet:
         """Run a function in a separate thread, so that one that hangs does not block others."""
 
         def run() -> str:
-            result = tool.function(**arguments)
-            return _text(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
+            result = awaited(tool.function(**arguments))
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
         future = asyncio.wrap_future(start_user_code(run, tool.name, _ToolCallError))
         done, _ = await asyncio.wait({future}, timeout=None if self.timeout_s == math.inf else self.timeout_s)
@@ -164,14 +164,6 @@ def _value(text: str) -> Any:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except (ValueError, RecursionError):
         return text
-
-
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def _text(result: Any) -> str:
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 # ---- tool calls in a completion --------------------------------------------------------------------------------------

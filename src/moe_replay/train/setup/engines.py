@@ -164,7 +164,6 @@ def lora_spec(model: ModelConfig, folder: str, *, is_server: bool = False) -> Lo
 
 
 def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_length: int) -> StartRequest:
-    """Return the request to start the configured engine."""
     return StartRequest(
         model=folder,
         max_length=max_length,

@@ -114,7 +114,11 @@ def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: f
         raise LayoutError("no GPUs to plan for", expected="at least 1, with memory", found=f"{gpus} of {gpu_gib:g} GiB")
     config = with_memory_used(config, sizes, gpus=gpus, gpu_gib=gpu_gib)
     engine = _Engine.of(config, sizes, gpu_gib * GIB, is_shared=has_one_copy(config, gpus, "cuda"))
-    trainers = [_fsdp(config, sizes, gpus)] if config.backend.kind == "fsdp" else _megatron(config, sizes, gpus)
+    if config.backend.kind == "fsdp":
+        trainers = [_fsdp(config, sizes, gpus)]
+    else:
+        stages = _layers_of_stages(config, sizes.layers)
+        trainers = [_stage(config, sizes, gpus, number, layers) for number, layers in enumerate(stages)]
     by_stage = [_phases(config, trainer, engine) for trainer in trainers]
     peaks = tuple(max(sum(parts.values()) for parts in phases.values()) for phases in by_stage)
     fullest = peaks.index(max(peaks))
@@ -245,11 +249,11 @@ class _Trainer:
     weights: float
     adapters: float
     gradients: float
-    kept_gradients: float
+    kept_gradients: float = 0.0
     optimizer: float
     reference: float
-    gathered: float
-    reduced: float
+    gathered: float = 0.0
+    reduced: float = 0.0
     activations: float
     scoring: float
     logits: float
@@ -295,9 +299,8 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         weights=0 if is_shared else frozen / ranks,
         adapters=4 * adapters / ranks,
         gradients=4 * trained / ranks,
-        kept_gradients=0,
         optimizer=8 * trained / ranks,
-        reference=compute * total / ranks if _has_reference(config) else 0,
+        reference=compute * total / ranks if config.has_reference else 0,
         gathered=compute * (dequantised + (2 * layer if config.backend.reshard_after_forward else whole) + root),
         reduced=0 if adapters else (compute + 8) * layer + (compute + 4) * root,
         activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
@@ -308,17 +311,6 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         saved_weights=4 * trained / ranks,
         saved_optimizer=8 * trained / ranks,
     )
-
-
-def _has_reference(config: TrainConfig) -> bool:
-    """Return whether there is a reference model besides the policy."""
-    return config.algorithm.beta > 0 and not (config.model.lora_rank and config.model.reference is None)
-
-
-def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> list[_Trainer]:
-    """Return what a rank of each pipeline stage holds."""
-    stages = _layers_of_stages(config, sizes.layers)
-    return [_stage(config, sizes, ranks, number, layers) for number, layers in enumerate(stages)]
 
 
 def _layers_of_stages(config: TrainConfig, layers: int) -> list[list[int]]:
@@ -343,6 +335,7 @@ def _layers_of_stages(config: TrainConfig, layers: int) -> list[list[int]]:
 
 
 def _stage(config: TrainConfig, sizes: ModelSizes, ranks: int, number: int, layers: list[int]) -> _Trainer:
+    """Return what a rank of a pipeline stage of Megatron-Core holds."""
     backend = config.backend
     compute = _BYTES[config.model.dtype]
     tp, pp, cp, ep = (
@@ -384,9 +377,7 @@ def _stage(config: TrainConfig, sizes: ModelSizes, ranks: int, number: int, laye
         gradients=4 * trained * local,
         kept_gradients=4 * trained * local,
         optimizer=optimizer,
-        reference=compute * local if _has_reference(config) else 0,
-        gathered=0,
-        reduced=0,
+        reference=compute * local if config.has_reference else 0,
         activations=in_flight * inputs + 2 * working if full else (in_flight * len(layers) + 1) * working,
         scoring=working,
         logits=_logits(config, sizes, tp) if is_last else 0,

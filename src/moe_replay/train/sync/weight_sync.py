@@ -48,7 +48,6 @@ class SyncReport(NamedTuple):
     nbytes: int
 
     def metrics(self) -> dict[str, float]:
-        """Return seconds, gigabytes, and gigabytes per second."""
         gigabytes = self.nbytes / 1e9
         rate = gigabytes / max(self.seconds, 1e-9)
         return {"time/weights": self.seconds, "weights/gb": gigabytes, "time/weights_gb_per_second": rate}

@@ -72,11 +72,9 @@ def record_parts(trajectory: Trajectory, layers: Sequence[int] | None) -> Buffer
     return list(chain.from_iterable([*group, *_padding(sum(map(len, group)))] for group in groups))
 
 
-def record_bytes(trace_bytes: int, tokens: int, version_spans: int = 2) -> int:
-    """Return the size of the record of a trajectory without a sampling mask, of an engine in this process.
-
-    version_spans   runs of tokens of one version; 2: a prompt and what one version sampled
-    """
+def record_bytes(trace_bytes: int, tokens: int) -> int:
+    """Return the size of the record of a trajectory without a sampling mask, of an engine in this process."""
+    version_spans = 2  # runs of tokens of one version: a prompt, and what one version sampled
     return sum(map(_aligned, (_HEADER.size, trace_bytes, 4 * tokens, 16 * version_spans)))
 
 

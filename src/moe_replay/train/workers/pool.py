@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from moe_replay.engines.base import Refusals, ServerState
 from moe_replay.errors import MoeReplayError
@@ -84,12 +84,11 @@ class _Worker:
         return True
 
 
-class _Sent:
+class _Sent(NamedTuple):
     """A group that a worker has: its task as it was sent, and who waits for it."""
 
-    def __init__(self, group_id: int, content: dict[str, Any]) -> None:
-        self.content = {**content, "id": group_id}
-        self.running = RunningGroup(Future(), Future())
+    content: dict[str, Any]
+    running: RunningGroup
 
 
 class WorkerPool:
@@ -139,9 +138,9 @@ class WorkerPool:
 
     def _sent(self, task: GroupTask) -> _Sent:
         self._next_id += 1
-        sent = _Sent(self._next_id, task_to_content(task))
-        sent.running.group.add_done_callback(lambda group, group_id=self._next_id: self._forget(group_id, group))
-        return sent
+        running = RunningGroup(Future(), Future())
+        running.group.add_done_callback(lambda group, group_id=self._next_id: self._forget(group_id, group))
+        return _Sent({**task_to_content(task), "id": self._next_id}, running)
 
     def _hand_out(self, sent: Sequence[_Sent]) -> None:
         shares: dict[int, list[dict[str, Any]]] = {}

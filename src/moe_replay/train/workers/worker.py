@@ -32,7 +32,6 @@ CHECK_S = 1.0
 
 
 def main(settings: str) -> None:
-    """Serve rank 0."""
     _, connection = open_connection(settings)
     channel = Channel(connection)
     setup = channel.receive()
