@@ -139,6 +139,8 @@ def needs_extra(need: str, extra: str) -> Iterator[None]:
     """
     try:
         yield
+    except MissingExtraError:  # of something inside, which names its own extra
+        raise
     except ImportError as missing:
         raise MissingExtraError(need.format(missing.name), remedy=f"pip install 'moe-replay[{extra}]'") from missing
 

@@ -16,7 +16,7 @@ from typing_extensions import Doc
 
 from moe_replay.engines.base import TOKEN_VARIABLE, Capture, StartRequest
 from moe_replay.engines.registry import ENGINES, engine_spec, start_sampler
-from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError, needs_extra
 from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
 from moe_replay.verification.attribution import Attribution
 from moe_replay.verification.signatures import gate
@@ -99,17 +99,9 @@ class VerifyCommand:
 
     def __call__(self) -> None:
         if problem := self._usage_problem():
-            print(f"error: {problem}", file=sys.stderr)
-            sys.exit(ExitStatus.WRONG_INPUT)
-        try:
-            with stdout_on_stderr():
-                attribution = self._of_traces() if self.traces else self._of_samples()
-        except ImportError as missing:
-            if isinstance(missing, MoeReplayError):
-                raise
-            raise MissingExtraError(
-                f"verify needs {missing.name}", remedy="pip install 'moe-replay[train]'"
-            ) from missing
+            raise MoeReplayError(problem)
+        with needs_extra("verify needs {}", "train"), stdout_on_stderr():
+            attribution = self._of_traces() if self.traces else self._of_samples()
         limits = Thresholds(
             max_k3=self.max_k3, max_frac_ratio_gt2=self.max_frac_ratio_gt2, min_agreement=self.min_agreement
         )

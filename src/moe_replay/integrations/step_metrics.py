@@ -54,7 +54,7 @@ class StepMetrics:
     def add_routes(
         self, replayed: RouteBatch, native: RouteBatch | None, layout: TokenLayout, sampled: np.ndarray | None = None
     ) -> None:
-        """Add a micro-batch that has replayed `given`; native choices where they were observed."""
+        """Add what a micro-batch has replayed, and native choices where they were observed."""
         self._sums.add_coverage(replayed, layout, replayed=True)
         if native is not None:
             self._sums.add_agreement(replayed, native)

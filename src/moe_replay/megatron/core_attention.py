@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.utils.device import accelerator
+from moe_replay.megatron.parameters import new_parameter
 
 _HALF = (torch.bfloat16, torch.float16)  # dtypes of torch's varlen attention
 
@@ -185,13 +185,7 @@ def _sinks(config: Any) -> nn.Parameter | None:
             expected="softmax_type 'learnable'",
             found=repr(kind),
         )
-    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-
-    heads = config.num_attention_heads // config.tensor_model_parallel_size
-    device = "cpu" if config.use_cpu_initialization else accelerator()
-    sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
-    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
-    return sinks
+    return new_parameter(config, config.num_attention_heads // config.tensor_model_parallel_size, partition_dim=0)
 
 
 def sequence_bounds(packed_seq_params: Any) -> Tensor:

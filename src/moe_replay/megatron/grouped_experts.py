@@ -6,13 +6,14 @@ loops over experts. torch has `grouped_mm` since 2.10, for GPUs and CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_replay.errors import MissingExtraError, UnsupportedRouterError
-from moe_replay.utils.device import accelerator
+from moe_replay.megatron.parameters import new_parameter
 
 ROW_BYTES = 16  # alignment required by the kernels
 
@@ -36,20 +37,17 @@ class GroupedExperts(nn.Module):
         self.weight1 = self._parameter((num_local_experts, inner, hidden), 1, config.init_method)
         self.weight2 = self._parameter((num_local_experts, hidden, width), 2, config.output_layer_init_method)
         has_bias = config.add_bias_linear
-        self.bias1 = self._parameter((num_local_experts, inner), 1, torch.zero_) if has_bias else None
-        self.bias2 = self._parameter((num_local_experts, hidden), None, torch.zero_) if has_bias else None
+        self.bias1 = self._parameter((num_local_experts, inner), 1) if has_bias else None
+        self.bias2 = self._parameter((num_local_experts, hidden), None) if has_bias else None
         self.lora = nn.ModuleDict()
 
-    def _parameter(self, shape: tuple[int, ...], partition_dim: int | None, initialize: Any) -> nn.Parameter:
-        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-
-        device = "cpu" if self.config.use_cpu_initialization else accelerator()
-        parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
-        if self.config.perform_initialization:
+    def _parameter(
+        self, shape: tuple[int, ...], partition_dim: int | None, initialize: Callable[[Tensor], Any] | None = None
+    ) -> nn.Parameter:
+        parameter = new_parameter(self.config, *shape, partition_dim=partition_dim)
+        if initialize is not None and self.config.perform_initialization:
             with torch.no_grad():
                 initialize(parameter)
-        if partition_dim is not None:
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=partition_dim, stride=1)
         # Read by Megatron-Core: whether gradients are reduced over the data-parallel ranks of the dense layers
         parameter.allreduce = self.config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
         return parameter

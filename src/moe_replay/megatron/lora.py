@@ -29,7 +29,7 @@ from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.loading import Chunks, WeightMap
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec, export_order, gather
-from moe_replay.megatron.weights.tensor_slices import ParameterShard, TensorSlice, WeightMapError
+from moe_replay.megatron.weights.tensor_slices import ParameterShard, Shape, TensorSlice, WeightMapError
 from moe_replay.replay.adapters.megatron import language_model
 from moe_replay.weights.lora_adapter import module_names
 
@@ -145,7 +145,31 @@ class Sharding(NamedTuple):
         return self.group.size()
 
 
-class LoraAdapter(nn.Module):
+class Adapter(nn.Module):
+    """The matrices of an adapter on this rank; `enabled`: whether its layer adds it."""
+
+    def __init__(
+        self, weight: nn.Parameter, down: Shape, up: Shape, sharding: Sharding, rank: int, scale: float
+    ) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.rank = rank
+        self.scale = scale
+        self.enabled = True
+        self.down = nn.Parameter(torch.empty(down, dtype=weight.dtype, device=weight.device))
+        self.up = nn.Parameter(torch.zeros(up, dtype=weight.dtype, device=weight.device))
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return `down` and `up`, of experts that are sharded over ranks with the gradients of all of them."""
+        down, up, sharding = self.down.to(dtype), self.up.to(dtype), self.sharding
+        if sharding.expert and sharding.size > 1:  # every rank has all tokens, and the gradient of its shard
+            if sharding.kind == "column":
+                return _summed_over_ranks(down, sharding), up
+            return down, _summed_over_ranks(up, sharding)
+        return down, up
+
+
+class LoraAdapter(Adapter):
     """The adapter of one layer's weight on this rank.
 
     down   (groups * rank, in), `rank` rows per group of parts
@@ -155,24 +179,18 @@ class LoraAdapter(nn.Module):
     def __init__(
         self, weight: nn.Parameter, parts: Sequence[Part], sharding: Sharding, rank: int, scale: float
     ) -> None:
-        super().__init__()
-        self.sharding = sharding
-        self.rank = rank
-        self.scale = scale
-        self.enabled = True
         groups = 1 + max(part.group for part in parts)
-        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        self.down = nn.Parameter(torch.empty(groups * rank, weight.shape[1], **options))
-        self.up = nn.Parameter(torch.zeros(weight.shape[0], rank, **options))
+        out, width = weight.shape
+        super().__init__(weight, (groups * rank, width), (out, rank), sharding, rank, scale)
         covered = sum(len(part.rows) for part in parts)
-        self._is_plain = groups == 1 and covered == weight.shape[0]
+        self._is_plain = groups == 1 and covered == out
         self._blocks = [(part.rows.to(weight.device), part.group * rank) for part in parts]
 
     def forward(self, hidden: Tensor) -> Tensor:
         from megatron.core.tensor_parallel import mappings
 
         sharding = self.sharding
-        down, up = _of_expert_ranks(self.down.to(hidden.dtype), self.up.to(hidden.dtype), sharding)
+        down, up = self.matrices(hidden.dtype)
         inner = linear(hidden, down)
         if not sharding.expert and sharding.size > 1:
             if sharding.kind == "column" and sharding.sequence:
@@ -194,15 +212,6 @@ class LoraAdapter(nn.Module):
         return output
 
 
-def _of_expert_ranks(down: Tensor, up: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
-    """Return both matrices, for experts that are sharded over ranks with the gradients of all of them."""
-    if sharding.expert and sharding.size > 1:  # every rank has all tokens, and the gradient of its shard
-        if sharding.kind == "column":
-            return _summed_over_ranks(down, sharding), up
-        return down, _summed_over_ranks(up, sharding)
-    return down, up
-
-
 def _summed_over_ranks(matrix: Tensor, sharding: Sharding) -> Tensor:
     from megatron.core.tensor_parallel import mappings
 
@@ -212,7 +221,7 @@ def _summed_over_ranks(matrix: Tensor, sharding: Sharding) -> Tensor:
     return copied
 
 
-class GroupedAdapter(nn.Module):
+class GroupedAdapter(Adapter):
     """The adapters of one projection of all experts on this rank.
 
     down   (experts, rank, in)
@@ -220,19 +229,12 @@ class GroupedAdapter(nn.Module):
     """
 
     def __init__(self, weight: nn.Parameter, sharding: Sharding, rank: int, scale: float) -> None:
-        super().__init__()
-        self.sharding = sharding
-        self.rank = rank
-        self.scale = scale
-        self.enabled = True
         experts, out, width = weight.shape
-        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        self.down = nn.Parameter(torch.empty(experts, rank, width, **options))
-        self.up = nn.Parameter(torch.zeros(experts, out, rank, **options))
+        super().__init__(weight, (experts, rank, width), (experts, out, rank), sharding, rank, scale)
 
     def forward(self, rows: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
         """Return the adapters' addition to the projection of rows (rows, in), sorted by expert."""
-        down, up = _of_expert_ranks(self.down.to(rows.dtype), self.up.to(rows.dtype), self.sharding)
+        down, up = self.matrices(rows.dtype)
         padding = -self.rank % (ROW_BYTES // rows.element_size())
         down, up = pad(down, (0, 0, 0, padding)), pad(up, (0, padding))
         return grouped_linear(grouped_linear(rows, down, counts, ends), up, counts, ends) * self.scale
@@ -242,7 +244,7 @@ class GroupedAdapter(nn.Module):
 class WeightAdapter:
     """The adapter of one weight on this rank: that of its layer, or of one expert in it."""
 
-    layer: LoraAdapter | GroupedAdapter
+    layer: Adapter
     parts: tuple[Part, ...]
     expert: int | None = None
 
@@ -386,7 +388,7 @@ def _sharding(owner: Any, spec: ParameterSpec, local: LocalModel) -> Sharding:
     )
 
 
-def _mark(adapter: LoraAdapter | GroupedAdapter, weight: Any) -> None:
+def _mark(adapter: Adapter, weight: Any) -> None:
     """Set the attributes by which Megatron-Core reduces gradients and counts each parameter once in their norm."""
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 

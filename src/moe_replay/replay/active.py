@@ -458,25 +458,17 @@ class TensorPasses:
         return [None if pass_ref is None else pass_ref() or GONE for pass_ref in common or ()]
 
 
-class _TensorHook:
-    """Hook on tensors of one forward: autograd calls it before it goes back through what computed them."""
-
-    def __init__(self, active: ActivePass, forward_pass: ForwardPass | None, is_guess: bool) -> None:
-        self.active = active
-        self.forward_pass = forward_pass
-        self.is_guess = is_guess
-
-    def on_backward(self, grad: torch.Tensor) -> None:
-        self.active.enter_backward(self.forward_pass, is_guess=self.is_guess)
-
-
 def _tie(
     tensors: Iterable[torch.Tensor], active: ActivePass, forward_pass: ForwardPass | None, *, is_guess: bool = False
 ) -> None:
-    hook = _TensorHook(active, forward_pass, is_guess)
+    """Enter the backward of a pass when autograd goes back through what computed these tensors."""
+
+    def on_backward(grad: torch.Tensor) -> None:
+        active.enter_backward(forward_pass, is_guess=is_guess)
+
     for tensor in tensors:
         if tensor.grad_fn is not None:
-            tensor.register_hook(hook.on_backward)
+            tensor.register_hook(on_backward)
 
 
 def _fed_token_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:

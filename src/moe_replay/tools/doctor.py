@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -297,21 +298,17 @@ def _trl(system: SystemInfo) -> Finding:
     return _package(system, "trl", text, "no training with TRL", "pip install 'moe-replay[trl]'")
 
 
-def _host(host: Host) -> Callable[[SystemInfo], Finding]:
-    """Return the check of a trainer that loads us."""
-
-    def check(system: SystemInfo) -> Finding:
-        version, supported = system.versions.get(host.package), ", ".join(host.versions)
-        if version is None:
-            return Finding(host.package, Status.NOTE, "none", f"no replay inside {host.package}")
-        if version not in host.versions:
-            text = "too old" if release_numbers(version) < release_numbers(host.versions[0]) else "not tested"
-            remedy = f"Install {host.package} {supported}"
-            return Finding(host.package, Status.BROKEN, version, f"{text}: refused when it is loaded", remedy)
-        changes = "; ".join(f"{engine}: {change}" for engine, change in host.changes.items())
-        return Finding(host.package, Status.OK, version, f"{changes}; loaded by {host.load}")
-
-    return check
+def _host(system: SystemInfo, host: Host) -> Finding:
+    """Return the finding of a trainer that loads us."""
+    version, supported = system.versions.get(host.package), ", ".join(host.versions)
+    if version is None:
+        return Finding(host.package, Status.NOTE, "none", f"no replay inside {host.package}")
+    if version not in host.versions:
+        text = "too old" if release_numbers(version) < release_numbers(host.versions[0]) else "not tested"
+        remedy = f"Install {host.package} {supported}"
+        return Finding(host.package, Status.BROKEN, version, f"{text}: refused when it is loaded", remedy)
+    changes = "; ".join(f"{engine}: {change}" for engine, change in host.changes.items())
+    return Finding(host.package, Status.OK, version, f"{changes}; loaded by {host.load}")
 
 
 def _ray(system: SystemInfo) -> Finding:
@@ -356,7 +353,7 @@ CHECKS: tuple[Callable[[SystemInfo], Finding], ...] = (
     _engines,
     _plugins,
     _trl,
-    *(_host(host) for host in HOSTS.values()),
+    *(partial(_host, host=host) for host in HOSTS.values()),
     _ray,
     _gpu,
     _shared_memory,

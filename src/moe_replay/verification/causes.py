@@ -14,9 +14,7 @@ from torch import Tensor
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.verification.agreement import expert_overlap
 from moe_replay.verification.alignment_verdict import Cause, Verdict, late, listed, range_of_layers
-from moe_replay.verification.shift import SHIFTS
-
-CELLS = 1 << 22  # ids compared in one operation
+from moe_replay.verification.shift import CELLS, SHIFTS
 
 
 def spread(values: np.ndarray, count: int) -> np.ndarray:
@@ -45,6 +43,11 @@ class Evidence:
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.starts)
+
+    @property
+    def layers_in_words(self) -> str:
+        """Which layers are wrong."""
+        return range_of_layers([self.native.layers[slot] for slot in self.slots], list(self.native.layers))
 
     def sample_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the sequence that each row belongs to."""
@@ -187,13 +190,12 @@ def _empty_capture(evidence: Evidence) -> Explanation | None:
     if np.mean(replayed_equal) < 0.9 or np.mean(native_equal) > 0.6 or len(rows) < 4:
         return None
     (row, _), *_ = names.most_common(1)
-    layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
     everywhere = f"experts {list(row)}" if len(names) == 1 else "the same experts in every row"
     tail = _tail(evidence)
     if tail:
         return Explanation(1.0, Cause.TRUNCATED, f"routes end early: {tail}; the rest names {everywhere}")
-    where = _where(evidence)
-    return Explanation(1.0, Cause.EMPTY_CAPTURE, f"nothing was captured {layers}{where}: routes name {everywhere}")
+    where = f"{evidence.layers_in_words}{_where(evidence)}"
+    return Explanation(1.0, Cause.EMPTY_CAPTURE, f"nothing was captured {where}: routes name {everywhere}")
 
 
 def _sets(rows: np.ndarray) -> Counter[tuple[int, ...]]:
@@ -252,13 +254,11 @@ def _by_layers(evidence: Evidence) -> Iterator[Explanation]:
         return
     score = float(scores[moved].mean())
     names = evidence.native.layers
-    layers = range_of_layers([names[slot] for slot in slots], list(names))
     (distance, times), *_ = Counter((slots - source)[moved].tolist()).most_common(1)
     # All have one distance, but where routes wrap around at the last layer; a single layer is shifted only by little.
     if times > 0.6 * moved.sum() and (times > 1 or abs(distance) <= SHIFTS[-1]):
-        yield Explanation(
-            score, Cause.LAYER_SHIFT, f"routes are {late(distance, 'layer')} {layers}{_where(evidence)}", distance
-        )
+        detail = f"routes are {late(distance, 'layer')} {evidence.layers_in_words}{_where(evidence)}"
+        yield Explanation(score, Cause.LAYER_SHIFT, detail, distance)
         return
     pairs = [f"layer {names[slot]} has those of {names[origin]}" for slot, origin in zip(slots, source, strict=True)]
     whole = np.arange(len(names))
@@ -287,8 +287,9 @@ def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
             f"routes name expert {largest} while the routers have {num_experts}: physical expert ids",
         )
     score = evidence.relabelled(spread(evidence.rows, 64 * PROBES))
-    layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
-    detail = f"expert ids are renamed {layers}: physical ids of a load balancer in place of logical ones"
+    detail = (
+        f"expert ids are renamed {evidence.layers_in_words}: physical ids of a load balancer in place of logical ones"
+    )
     yield Explanation(score, Cause.PHYSICAL_IDS, detail)
 
 
@@ -335,8 +336,7 @@ def _from_token(evidence: Evidence) -> str:
 
 def _unexplained(evidence: Evidence) -> Explanation:
     """Explain by expert loads alone: routes of this model for other tokens have its loads, other routers do not."""
-    layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
-    where = f"{layers}{_where(evidence)}"
+    where = f"{evidence.layers_in_words}{_where(evidence)}"
     if evidence.load_distance(spread(evidence.rows, 64 * PROBES)) > 0.1:
         detail = f"routes {where} are of other routers: their experts are used otherwise than natively"
         return Explanation(0.0, Cause.OTHER_ROUTERS, detail)

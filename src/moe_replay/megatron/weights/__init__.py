@@ -20,13 +20,12 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import world_size
 from moe_replay.megatron.weights import loading as transfer
-from moe_replay.megatron.weights import source
-from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
+from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
 from moe_replay.megatron.weights.loading import Chunks, Merging
 from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.model import MegatronRecipe, recipe
-from moe_replay.megatron.weights.source import MegatronSource
+from moe_replay.megatron.weights.source import MegatronSource, extra_tensors
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.routes.topology import text_config
 from moe_replay.utils.plugins import is_path, resolve
@@ -152,6 +151,11 @@ def export_hf(
     *,
     family: Family | str | None = None,
 ) -> None:
-    """Write the weights as a checkpoint folder; config and tokenizer are copied from `like`. Collective."""
+    """Write the weights as a checkpoint folder, each rank some of its files. Collective.
+
+    Config, tokenizer and tensors that are not part of the model (multi-token prediction) are copied from `like`.
+    """
     checkpoint = Checkpoint(like)
-    source.write(chunks, folder, checkpoint, family_of(checkpoint.model_type, family), file_bytes)
+    chosen = family_of(checkpoint.model_type, family)
+    extra = extra_tensors(checkpoint, chosen)
+    write_folder(MegatronSource(chunks, checkpoint, chosen), folder, checkpoint.folder, file_bytes, extra=extra)

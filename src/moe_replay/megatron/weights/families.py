@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_replay.megatron.parameters import new_parameter
 from moe_replay.megatron.weights.deepseek_v3 import (
     prediction_layers,
     sigmoid_moe_rules,
@@ -34,7 +35,6 @@ from moe_replay.megatron.weights.family import (
     softmax_moe_settings,
 )
 from moe_replay.megatron.weights.tensor_slices import Plain
-from moe_replay.utils.device import accelerator
 
 # ---- Qwen2-MoE -------------------------------------------------------------------------------------------------------
 # Biases in attention, and one shared expert with a gate.
@@ -117,13 +117,9 @@ class NormOverHeads(nn.Module):
 
     def __init__(self, hidden_size: int, config: Any, eps: float, heads: int) -> None:
         super().__init__()
-        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-
-        size = heads * hidden_size // config.tensor_model_parallel_size
-        device = "cpu" if config.use_cpu_initialization else accelerator()
-        self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         self.width = heads * hidden_size
+        self.weight = new_parameter(config, self.width // config.tensor_model_parallel_size, partition_dim=0)
+        nn.init.ones_(self.weight)
         self.eps = eps
 
     def forward(self, heads: Tensor) -> Tensor:

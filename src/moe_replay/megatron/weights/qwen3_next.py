@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad, silu, softplus
 
 from moe_replay.megatron.core_attention import sequence_bounds
+from moe_replay.megatron.parameters import new_parameter
 from moe_replay.megatron.weights.family import (
     HF_LAYER,
     LAYER,
@@ -33,7 +34,6 @@ from moe_replay.megatron.weights.family import (
     softmax_moe_settings,
 )
 from moe_replay.megatron.weights.tensor_slices import GatedQkv, Plain, Rule, Sections, WeightMapError
-from moe_replay.utils.device import accelerator
 
 _L2_EPSILON = 1e-6
 
@@ -43,7 +43,7 @@ class ZeroCentredNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
-        self.weight = _parameter(config, hidden_size)
+        self.weight = new_parameter(config, hidden_size)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -84,10 +84,10 @@ class PlainGatedDeltaNet(nn.Module):
         }
         self.out_proj = RowParallelLinear(values, config.hidden_size, **row)
         self.sections = (keys // size, keys // size, values // size)
-        self.conv_weight = _parameter(config, sum(self.sections), 1, config.linear_conv_kernel_dim, sharded=True)
-        self.dt_bias = _parameter(config, self.key_heads * self.ratio, sharded=True)
-        self.A_log = _parameter(config, self.key_heads * self.ratio, sharded=True)
-        self.norm_weight = _parameter(config, self.value_width)
+        self.conv_weight = new_parameter(config, sum(self.sections), 1, config.linear_conv_kernel_dim, partition_dim=0)
+        self.dt_bias = new_parameter(config, self.key_heads * self.ratio, partition_dim=0)
+        self.A_log = new_parameter(config, self.key_heads * self.ratio, partition_dim=0)
+        self.norm_weight = new_parameter(config, self.value_width)
         # Each rank has the gradient of its own heads; this mark makes Megatron-Core sum them.
         self.norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -174,16 +174,6 @@ def _rms(hidden: Tensor, eps: float) -> Tensor:
 def _l2(heads: Tensor) -> Tensor:
     wide = heads.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _L2_EPSILON)).type_as(heads)
-
-
-def _parameter(config: Any, *shape: int, sharded: bool = False) -> nn.Parameter:
-    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-
-    device = "cpu" if config.use_cpu_initialization else accelerator()
-    parameter = nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=device))
-    if sharded:
-        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-    return parameter
 
 
 # ---- the family ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from moe_replay.distributed.collectives import Exchange
 from moe_replay.distributed.ranks import all_gather_json
-from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
+from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.loading import Chunks, Merging, WeightMap, check
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec, export_order, gather
@@ -247,19 +246,7 @@ class _Assembly:
             raise WeightMapError("the shards of all ranks do not cover a tensor", found=sorted(self._open)[:3])
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
-
-
-def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
-    """Write the current weights as a checkpoint folder, each rank writing some of its files. Collective.
-
-    Tensors of `like` that are not part of the model (multi-token prediction layers) are copied unchanged.
-    """
-    source = MegatronSource(chunks, like, family)
-    write_folder(source, folder, like.folder, file_bytes, extra=_extra_tensors(like, family))
-
-
-def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
+def extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
     """Yield, on rank 0, the checkpoint tensors that are not part of the model."""
     extra = family.extra_tensors(like.config)
     if extra is None or dist.get_rank() != 0:

@@ -251,7 +251,8 @@ def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]
     for name, module in modules.items():
         rule = _rule_for(module, _BUILT_IN)
         numbers = _read(module, rule) if rule is not None else None
-        if numbers is None and (isinstance(module, recorded) or _is_named_router(module)):
+        is_named = any(class_name.endswith(_ROUTER_SUFFIXES) for class_name in class_names(module))
+        if numbers is None and (is_named or isinstance(module, recorded)):
             numbers = _read(module, _RECORDED) or _read(module, _BY_WEIGHT)
         if numbers is not None:
             routers[name] = numbers
@@ -290,10 +291,6 @@ def _choosing_blocks(modules: Mapping[str, nn.Module]) -> dict[str, RouterNumber
 
 def _first_number(module: nn.Module, names: Sequence[str]) -> str:
     return next((name for name in names if _number(module, name) is not None), names[0])
-
-
-def _is_named_router(module: nn.Module) -> bool:
-    return any(name.endswith(_ROUTER_SUFFIXES) for name in class_names(module))
 
 
 def _from_user_rules(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:

@@ -119,6 +119,12 @@ class Draft:
         self.remark(shown, f"not a number; {default} was used instead", subject_of(key) or UNKNOWN)
         return default
 
+    def micro_batch(self, sequences: float, length: int, source: str) -> None:
+        """Set the tokens of a micro-batch from its sequences of `length` tokens."""
+        change = "micro-batches are filled by tokens, not by sequences"
+        tokens = int(sequences * length)
+        self.put("batch.tokens_per_micro_batch", tokens, f"{source} x {length} tokens", change=change)
+
     def warm_up(self, fraction: float, source: str, shown: str) -> None:
         """Set the steps of the warm-up from their part of all steps."""
         steps = self.settings.get("steps")
@@ -248,6 +254,12 @@ class Draft:
 def _line(name: str, value: Any, item: Setting) -> str:
     comment = f"{item.source}: the default" if item.is_default else item.source
     return f"{f'{name} = {toml_value(value)}':<{WIDTH}}  # {comment}" if comment else f"{name} = {toml_value(value)}"
+
+
+def torchrun(ranks: str, nodes: str) -> str:
+    """Return the command that trains a recipe on `ranks` ranks of each node."""
+    nnodes = "" if nodes in ("", "1") else f"--nnodes {nodes} "
+    return f"torchrun {nnodes}--nproc-per-node {ranks} -m moe_replay.cli.main train RECIPE.toml"
 
 
 def subject_of(key: str) -> str:

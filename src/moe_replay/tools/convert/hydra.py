@@ -125,18 +125,8 @@ class HydraCommand:
             self.draft.remark(self.shown(mini_batch), f"does not divide {prompts} prompts", "loss")
         self.draft.put("algorithm.updates_per_rollout", max(prompts // mini, 1), f"{batch} / {mini_batch}")
 
-    def micro_batch(self, name: str, length: int) -> None:
-        """Set the tokens of a micro-batch from its sequences of `length` tokens."""
-        change = "micro-batches are filled by tokens, not by sequences"
-        tokens = int(self.number(name, 1) * length)
-        self.draft.put("batch.tokens_per_micro_batch", tokens, f"{name} x {length} tokens", change=change)
-
     def top_k(self, name: str) -> None:
         self.draft.put("rollout.top_k", int(max(self.number(name, 0), 0)) or None, name)
 
     def log(self, name: str) -> None:
         self.draft.log(values_of(self.text(name)), name, f"{name}=", is_default=name in self.defaults)
-
-    def launch(self, ranks: str, nodes: str) -> str:
-        nnodes_flag = "" if nodes == "1" else f"--nnodes {nodes} "
-        return f"torchrun {nnodes_flag}--nproc-per-node {ranks} -m moe_replay.cli.main train RECIPE.toml"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_replay.tools.convert.draft import Draft
+from moe_replay.tools.convert.draft import Draft, torchrun
 from moe_replay.tools.convert.hydra import HydraCommand, overrides_of
 from moe_replay.train.config.foreign.options import Option
 from moe_replay.train.config.foreign.skyrl import (
@@ -36,7 +36,7 @@ class _SkyRL(HydraCommand):
 
     def convert(self) -> None:
         ranks = self.text("trainer.placement.policy_num_gpus_per_node", "1")
-        launch = self.launch(ranks, self.text("trainer.placement.policy_num_nodes", "1"))
+        launch = torchrun(ranks, self.text("trainer.placement.policy_num_nodes", "1"))
         self.draft.header += ["Converted from SkyRL's `main_base`. Check it with --dry-run first.", "", f"  {launch}"]
         self.apply_options()
         self._replay()
@@ -45,7 +45,7 @@ class _SkyRL(HydraCommand):
         length = self.number("trainer.max_prompt_length", 512)
         length += self.number("generator.sampling_params.max_generate_length", 1024)
         if micro in self.options:
-            self.micro_batch(micro, int(length))
+            self.draft.micro_batch(self.number(micro, 1), int(length), micro)
         self._loss()
         self.path("data.train_data", "data.path")
         self.path("data.val_data", "data.eval_path")

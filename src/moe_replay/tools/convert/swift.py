@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft
+from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, torchrun
 from moe_replay.train.config.foreign.swift import (
     AGGREGATIONS,
     LOSSES,
@@ -130,7 +130,8 @@ class _Swift:
         self._engine()
         self._environment()
         self._rewards()
-        self._log()
+        is_default = "report_to" in self.defaults
+        self.draft.log(self.values("report_to"), "--report_to", "--report_to ", is_default=is_default)
 
     def values(self, name: str) -> list[str]:
         """Return the values of an option, or its default; empty without either."""
@@ -209,8 +210,7 @@ class _Swift:
         prompt, completion = self.integer("max_length", 512), self.integer("max_completion_length", 512)
         length = min(prompt + completion, self.integer("vllm_max_model_len", prompt + completion))
         micro_batch = "--micro_batch_size" if self.is_megatron else "--per_device_train_batch_size"
-        source, change = f"{micro_batch} x {length} tokens", "micro-batches are filled by tokens, not by sequences"
-        self.draft.put("batch.tokens_per_micro_batch", per_pass * length, source, change=change)
+        self.draft.micro_batch(per_pass, length, micro_batch)
         return updates
 
     def _counts(self, updates: int) -> None:
@@ -291,7 +291,8 @@ class _Swift:
         )
         if "rollout.engine" not in self.draft.settings:
             self.draft.put("rollout.engine", "rollout_server" if is_server else "vllm", f"--vllm_mode {mode}".strip())
-        self._engine_options()
+        for name, value in _engine_items(self.draft, " ".join(self.options.get("vllm_engine_kwargs", []))):
+            self.draft.put(f"rollout.options.{name}", value, "--vllm_engine_kwargs")
         self._engines(is_server)
         level = self.integer("sleep_level", 0)
         self.draft.put("rollout.sleep", level > 0 if "sleep_level" in self.options else None, "--sleep_level")
@@ -317,10 +318,6 @@ class _Swift:
             source = f"{gpus} GPUs / --vllm_tensor_parallel_size {per_engine}"
             self.draft.put("rollout.engines_per_node", int(gpus) // per_engine, source)
 
-    def _engine_options(self) -> None:
-        for name, value in _engine_items(self.draft, " ".join(self.options.get("vllm_engine_kwargs", []))):
-            self.draft.put(f"rollout.options.{name}", value, "--vllm_engine_kwargs")
-
     def _environment(self) -> None:
         for name in self.options.get("multi_turn_scheduler", []):
             option = "--multi_turn_scheduler"
@@ -339,16 +336,10 @@ class _Swift:
         if len(weights) == len(names) and usable:
             self.draft.put("reward.weights", [weights[index] for index in usable], "--reward_weights")
 
-    def _log(self) -> None:
-        is_default = "report_to" in self.defaults
-        self.draft.log(self.values("report_to"), "--report_to", "--report_to ", is_default=is_default)
-
     def _launch(self) -> str:
         ranks, nodes = self.environment.get("NPROC_PER_NODE", "1"), self.environment.get("NNODES", "1")
-        nnodes = "" if nodes in ("", "1") else f"--nnodes {nodes} "
-        if ranks in ("", "1") and not nnodes:
-            return "moe-replay train RECIPE.toml"
-        return f"torchrun {nnodes}--nproc-per-node {ranks} -m moe_replay.cli.main train RECIPE.toml"
+        is_alone = ranks in ("", "1") and nodes in ("", "1")
+        return "moe-replay train RECIPE.toml" if is_alone else torchrun(ranks, nodes)
 
 
 def _engine_items(draft: Draft, text: str) -> list[tuple[str, object]]:

@@ -6,7 +6,7 @@ import math
 import re
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import Draft
+from moe_replay.tools.convert.draft import Draft, torchrun
 from moe_replay.tools.convert.hydra import NEVER, HydraCommand, overrides_of
 from moe_replay.train.config.checks import KEYS_OF_MEGATRON_SETTINGS
 from moe_replay.train.config.foreign.options import Option
@@ -47,7 +47,7 @@ class _Verl(HydraCommand):
         self.draft.header += [
             "Converted from verl's `main_ppo`. Check it with --dry-run first.",
             "",
-            f"  {self.launch(self.text('trainer.n_gpus_per_node', '8'), self.text('trainer.nnodes', '1'))}",
+            f"  {torchrun(self.text('trainer.n_gpus_per_node', '8'), self.text('trainer.nnodes', '1'))}",
         ]
         self._backend()
         self.apply_options()
@@ -118,7 +118,7 @@ class _Verl(HydraCommand):
         micro = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         if not self.is_true(f"{ACTOR}.use_dynamic_bsz") and micro in self.options:
             length = self.number("data.max_prompt_length", 512) + self.number("data.max_response_length", 512)
-            self.micro_batch(micro, int(length))
+            self.draft.micro_batch(self.number(micro, 1), int(length), micro)
         if "steps" in self.draft.settings:
             self.draft.drop("data.epochs", "the number of steps is set")
         ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"

@@ -116,7 +116,7 @@ def _untagged(content: dict[str, Any]) -> Any:
     kind, value = content[_TAG], content.get("value", "")
     if kind == "array":
         return np.frombuffer(base64.b64decode(value), content["dtype"]).reshape(content["shape"]).copy()
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise RewardWireError("a message of a reward has an unknown tag", found=kind)
     return _READERS[kind](value)
 
