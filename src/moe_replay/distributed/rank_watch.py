@@ -79,9 +79,6 @@ class FailureChannel:
                 while len(self._peers) < ranks - 1:
                     connection, peer_rank = next(connections)
                     self._peers[connection] = int.from_bytes(peer_rank, "little")
-        self._start()
-
-    def _start(self) -> None:
         for connection in self._peers:
             connection.settimeout(LINGER_S)
         self._thread = threading.Thread(target=self._run, name="failures of ranks", daemon=True)

@@ -34,7 +34,8 @@ _LAYER = re.compile(r"\blayers\.\d+\.")
 class TransferLoader:
     """Loads transfers into one worker's model: the first by vLLM's loaders, later ones by the copy plan if possible.
 
-    worker   vLLM's, with the methods of `WeightUpdates`
+    worker    vLLM's, with the methods of `WeightUpdates`
+    by_plan   whether the running transfer needs none of vLLM's loaders
     """
 
     def __init__(self, worker: Any) -> None:
@@ -43,7 +44,7 @@ class TransferLoader:
         self._receiver: WeightReceiver | None = None
         self._plan: CopyPlan | None = None
         self._recorder: CopyRecorder | None = None
-        self._by_plan = False
+        self.by_plan = False
         self._names: set[str] = set()
 
     def device_id(self) -> str:
@@ -54,8 +55,8 @@ class TransferLoader:
         from moe_replay.weights.messages import TransferSettings
 
         self.leave()
-        self._by_plan, self._names = self._plan is not None, set()
-        if not self._by_plan and self._can_use_plan():
+        self.by_plan, self._names = self._plan is not None, set()
+        if not self.by_plan and self._can_use_plan():
             self._recorder = CopyRecorder()
         parallel = self._worker.vllm_config.parallel_config  # ranks start at 0 in each replica
         index = int(parallel.data_parallel_rank) * int(parallel.world_size) + int(self._worker.rank)
@@ -64,11 +65,6 @@ class TransferLoader:
     @property
     def joined(self) -> bool:
         return self._receiver is not None
-
-    @property
-    def by_plan(self) -> bool:
-        """Whether the running transfer needs none of vLLM's loaders."""
-        return self._by_plan
 
     def _can_use_plan(self) -> bool:
         """Whether vLLM computes with the parameters as loaded: on CPUs and with quantization it converts them."""
@@ -80,7 +76,7 @@ class TransferLoader:
             raise EngineError("no transfer has been joined")
         tensors = self._receiver.receive(message)
         self._names.update(name for name, _ in tensors)
-        if self._plan is not None and self._by_plan:
+        if self._plan is not None and self.by_plan:
             self._plan.load(tensors)
             self._receiver.acknowledge()
             return

@@ -570,10 +570,7 @@ class FsdpBackend(Backend):
 
 def _by_sharding(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return tensors with the same mesh together, which one operation can take: experts that are divided, the rest."""
-    parts = [
-        [tensor for tensor in tensors if not is_divided(tensor)],
-        [tensor for tensor in tensors if is_divided(tensor)],
-    ]
+    parts = ([tensor for tensor in tensors if is_divided(tensor) == divided] for divided in (False, True))
     return [part for part in parts if part]
 
 

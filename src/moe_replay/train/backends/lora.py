@@ -57,7 +57,13 @@ class Targets(NamedTuple):
 def find_targets(model: Any, names: Sequence[str], router_family: str | None = None) -> Targets:
     """Return what `names` mean in a model; a name that matches nothing is an error."""
     routers = set(_router_weights(model, router_family))
-    linear, fused = set(_linear_layers(model)), set(_fused_experts(model))
+    linear = {name for name, module in _inside_layers(model) if isinstance(module, nn.Linear)}
+    fused = {
+        f"{name}.{parameter}"
+        for name, module in _inside_layers(model)
+        for parameter, tensor in module.named_parameters(recurse=False)
+        if tensor.ndim == 3
+    }
     known = {_leaf(name) for name in linear | fused} | {_router_leaf(name) for name in routers}
     known |= {name for name, whole in FUSED.items() if whole in known and any(_leaf(path) == whole for path in fused)}
     targets: set[str] = set()
@@ -93,16 +99,6 @@ def targets_of(settings: Any, config: ModelConfig) -> Targets:
     with torch.device("meta"):
         model = build_model(settings, trust_remote_code=config.trust_remote_code)
     return find_targets(model, config.lora_target_modules, config.router_family)
-
-
-def _linear_layers(model: Any) -> Iterator[str]:
-    return (name for name, module in _inside_layers(model) if isinstance(module, nn.Linear))
-
-
-def _fused_experts(model: Any) -> Iterator[str]:
-    for name, module in _inside_layers(model):
-        parameters = module.named_parameters(recurse=False)
-        yield from (f"{name}.{parameter}" for parameter, tensor in parameters if tensor.ndim == 3)
 
 
 def _router_weights(model: Any, router_family: str | None) -> Iterator[str]:

@@ -80,7 +80,9 @@ def token_scores(
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
     targets = hidden.transpose(0, 1).flatten(0, 1)[batch.target_positions]
-    head = Head(_output_weight(model), model.output_layer.bias, parallel_state.get_tensor_model_parallel_group())
+    shares = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if shares else model.output_layer.weight
+    head = Head(weight, model.output_layer.bias, parallel_state.get_tensor_model_parallel_group())
     local = head_logprobs(
         targets, head, batch.target_ids, temperature=temperature, chunk=rows, entropy=entropy, mask=batch.logit_mask
     )
@@ -90,11 +92,6 @@ def token_scores(
     if context_group.size() > 1:
         scores = [sum_over_ranks(values, context_group) for values in scores]
     return Scores(*scores)
-
-
-def _output_weight(model: Any) -> Tensor:
-    shared = model.share_embeddings_and_output_weights
-    return model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,34 +59,29 @@ class PlannedPreprocess:
         return counts.on_host.sum((0, 1))
 
 
-class CountsPlanner:
-    """Gathers the counts of all layers of a micro-batch in one collective. All ranks of the group call it."""
+def plan_counts(
+    dispatcher: Any, layers: Sequence[int], device: torch.device, plan: DispatchPlan | None
+) -> DispatchPlan | None:
+    """Return the plan with counts in place of the order of rows; None, on all ranks, if one of them has no plan.
 
-    def __init__(self, dispatcher: Any, layers: Sequence[int], device: torch.device) -> None:
-        self._dispatcher, self._layers, self._device = dispatcher, layers, device
-
-    def __call__(self, plan: DispatchPlan | None) -> DispatchPlan | None:
-        """Return the plan with counts in place of the order of rows; None, on all ranks, if one of them has no plan."""
-        dispatcher = self._dispatcher
-        held = torch.full((len(self._layers), dispatcher.num_experts), -1, dtype=torch.int64, device=self._device)
-        if plan is not None:
-            held = plan.offsets.long().diff(dim=1, prepend=plan.offsets.new_zeros(len(self._layers), 1).long())
-        gathered = held.new_empty(dispatcher.ep_size * dispatcher.tp_size * held.shape[0], held.shape[1])
-        torch.distributed.all_gather_into_tensor(gathered, held.contiguous(), group=dispatcher.tp_ep_group)
-        local = slice(dispatcher.local_expert_indices[0], dispatcher.local_expert_indices[-1] + 1)
-        here = (
-            gathered.view(dispatcher.ep_size, dispatcher.tp_size, *held.shape)
-            .permute(2, 1, 0, 3)[..., local]
-            .contiguous()
-        )
-        sent = held.view(len(self._layers), dispatcher.ep_size, -1).sum(2)
-        on_host, sent = torch.cat([here.flatten(), sent.flatten()]).cpu().split([here.numel(), sent.numel()])
-        on_host, sent = on_host.view(here.shape), sent.view(len(self._layers), -1)
-        if plan is None or bool((on_host < 0).any()):
-            return None
-        no_order = {"pair": plan.pair[:, :0].clone(), "row": plan.row.new_zeros(1, 1).expand_as(plan.row)}
-        exchanges = {layer: KnownCounts(here[i], on_host[i], sent[i]) for i, layer in enumerate(self._layers)}
-        return replace(plan, exchanges=exchanges, **no_order)
+    The counts of all layers of a micro-batch are gathered in one collective. All ranks of the group call it.
+    """
+    held = torch.full((len(layers), dispatcher.num_experts), -1, dtype=torch.int64, device=device)
+    if plan is not None:
+        held = plan.offsets.long().diff(dim=1, prepend=plan.offsets.new_zeros(len(layers), 1).long())
+    gathered = held.new_empty(dispatcher.ep_size * dispatcher.tp_size * held.shape[0], held.shape[1])
+    torch.distributed.all_gather_into_tensor(gathered, held.contiguous(), group=dispatcher.tp_ep_group)
+    local = slice(dispatcher.local_expert_indices[0], dispatcher.local_expert_indices[-1] + 1)
+    by_rank = gathered.view(dispatcher.ep_size, dispatcher.tp_size, *held.shape)
+    here = by_rank.permute(2, 1, 0, 3)[..., local].contiguous()
+    sent = held.view(len(layers), dispatcher.ep_size, -1).sum(2)
+    on_host, sent = torch.cat([here.flatten(), sent.flatten()]).cpu().split([here.numel(), sent.numel()])
+    on_host, sent = on_host.view(here.shape), sent.view(len(layers), -1)
+    if plan is None or bool((on_host < 0).any()):
+        return None
+    no_order = {"pair": plan.pair[:, :0].clone(), "row": plan.row.new_zeros(1, 1).expand_as(plan.row)}
+    exchanges = {layer: KnownCounts(here[i], on_host[i], sent[i]) for i, layer in enumerate(layers)}
+    return replace(plan, exchanges=exchanges, **no_order)
 
 
 def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.device) -> list[PlanSlot]:
@@ -115,7 +111,7 @@ def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.
             dispatcher.preprocess = PlannedPreprocess(dispatcher, slots[-1])
             dispatchers.append(dispatcher)
     if slots:
-        planner = CountsPlanner(dispatchers[0], [slot.layer for slot in slots], device)
+        planner = partial(plan_counts, dispatchers[0], [slot.layer for slot in slots], device)
         replay.give_plans(slots, planner, stand_ins=not counts_every_row(dispatchers[0].config))
     return slots
 

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ class SavedStateError(MoeReplayError):
     """A saved state that this run cannot resume from."""
 
 
-class SavedFiles:
+class SavedFiles(ExitStack):
     """The safetensors files of a folder, opened when they are needed.
 
     first   number of the file that is read before all others
@@ -75,6 +74,7 @@ class SavedFiles:
     """
 
     def __init__(self, folder: Path, first: int, then: Sequence[int] = ()) -> None:
+        super().__init__()
         paths = sorted(folder.glob("rank-*.safetensors"))
         if not paths:
             raise SavedStateError("no saved state", expected="rank-*.safetensors", found=folder)
@@ -83,13 +83,6 @@ class SavedFiles:
         after = [(self._first + number) % len(paths) for number in range(len(paths))]
         self._order = list(dict.fromkeys([self._first, *(number for number in then if number < len(paths)), *after]))
         self._open: dict[int, Any] = {}
-        self._resources = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._resources.close()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield every file, the first one first and the likely ones next."""
@@ -103,7 +96,7 @@ class SavedFiles:
                 opened = safe_open(self._paths[number], framework="pt")
             except (SafetensorError, OSError) as error:
                 raise SavedStateError(f"{self._paths[number]} cannot be read: {error}") from error
-            self._open[number] = self._resources.enter_context(opened)
+            self._open[number] = self.enter_context(opened)
         return self._open[number]
 
     def numbers(self, rank: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from math import isqrt
 from pathlib import Path
@@ -40,6 +41,7 @@ MANY = 2**20
 LARGEST = 2**31 - 1
 """Upper bound for every other integer setting, except `_UNLIMITED`."""
 LONGEST_NAME = 255
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # a lone surrogate stands for a byte that is not UTF-8
 _OF_ENVIRONMENTS = ("max_turns", "environment_timeout_s", "environment_threads")
 _RANDOM_IN_MEGATRON = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 _UNLIMITED = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
@@ -134,7 +136,7 @@ def _unusable(config: Sections) -> Iterator[str]:
         largest = MANY if key in _LIMITED or "parallel" in key else LARGEST
         if isinstance(value, int) and value > largest and key not in _UNLIMITED:
             yield f"{key}: {value} is too large; use at most {largest}"
-        if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        if isinstance(value, str) and _NO_TEXT.search(value):
             yield f"{key}: {value!r} is not valid text; remove NUL characters and bytes that are not UTF-8"
     paths = {"model.path": config.model.path, "model.reference": config.model.reference, "data.path": config.data.path}
     paths |= {"data.eval_path": config.data.eval_path, "output": None if config.output is None else str(config.output)}
@@ -157,14 +159,6 @@ def _values(config: Sections) -> Iterator[tuple[str, Any]]:
             items = [*value, *value.values()] if isinstance(value, dict) else value
             for item in items if isinstance(items, (tuple, list)) else [value]:
                 yield f"{name}.{key}".rstrip("."), str(item) if isinstance(item, Path) else item
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def plugin_names(config: Sections) -> Iterator[tuple[str, PluginName, str]]:

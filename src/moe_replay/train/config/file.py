@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
@@ -107,16 +107,10 @@ def to_toml(config: TrainConfig) -> str:
     for name, section in sections():
         values: Section = getattr(config, name) if name else config
         keys = [key.removeprefix(f"{name}.") for key, _ in fields_of(name, section)]
-        lines = [f"{key} = {toml_value(value)}" for key, value in _items(values, keys)]
+        shown = {key: getattr(values, key) for key in keys if key != "token"}
+        lines = [f"{key} = {toml_value(_without_secrets(value))}" for key, value in shown.items() if value is not None]
         parts.append("\n".join([f"[{name}]", *lines] if name else lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _items(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and key != "token":
-            yield key, _without_secrets(value)
 
 
 def _without_secrets(value: Any) -> Any:

@@ -89,17 +89,11 @@ class ProbeSequence:
         """Return the probe with the policy's current log-probs, on every rank; None if `check_weights` is off."""
         if not config.check_weights:
             return None
-        scores = _scores(backend, self._alone)
-        values = (
-            np.zeros(0, np.float32)
-            if scores is None or not backend.reports_metrics
-            else scores.logprobs.float().cpu().numpy()
-        )
-        logprobs = (
-            next(part for part in all_gather(values.view(np.uint8), control_group()) if part.size)
-            .view(np.float32)
-            .copy()
-        )
+        scores, values = _scores(backend, self._alone), np.zeros(0, np.float32)
+        if scores is not None and backend.reports_metrics:
+            values = scores.logprobs.float().cpu().numpy()
+        parts = all_gather(values.view(np.uint8), control_group())
+        logprobs = next(part for part in parts if part.size).view(np.float32).copy()
         return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.weights_tolerance)
 
 

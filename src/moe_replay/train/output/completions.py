@@ -49,21 +49,19 @@ def write_completions(folder: Path, step: int, completions: Sequence[Completion]
 
 
 def _columns(step: int, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+    def fields(*names: str) -> dict[str, list[Any]]:
+        return {name: [getattr(completion, name) for completion in completions] for name in names}
+
     scores = dict.fromkeys(name for completion in completions for name in completion.scores)
     return {
         "step": [step] * len(completions),
-        **{name: [getattr(completion, name) for completion in completions] for name in ("row", "group", "sample")},
-        **{name: [getattr(completion, name) for completion in completions] for name in ("prompt", "completion")},
+        **fields("row", "group", "sample", "prompt", "completion"),
         "reward": [_or_none(completion.reward) for completion in completions],
         **{
             f"{REWARD}{name}": [_or_none(completion.scores.get(name, math.nan)) for completion in completions]
             for name in scores
         },
-        "advantage": [completion.advantage for completion in completions],
-        **{
-            name: [getattr(completion, name) for completion in completions]
-            for name in ("tokens", "finish_reason", "weight_version")
-        },
+        **fields("advantage", "tokens", "finish_reason", "weight_version"),
     }
 
 

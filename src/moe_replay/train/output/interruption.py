@@ -6,13 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from moe_replay.distributed.ranks import any_rank
 from moe_replay.utils.signals import EndSignals
 
 
-class InterruptHandler:
+class InterruptHandler(EndSignals):
     """While open, the first signal only sets a flag that the loop checks after each step.
 
     Inside a program of the user's own the second one raises KeyboardInterrupt, and the third ends the process. With
@@ -33,16 +32,9 @@ class InterruptHandler:
         self._raises = False
         self._ends_process = ends_process
         farewell = "ended without saving; the run resumes from its newest checkpoint"
-        self._signals = EndSignals(self._handle, end_after=2 if ends_process else 3, farewell=farewell)
+        super().__init__(self._note, end_after=2 if ends_process else 3, farewell=farewell)
 
-    def __enter__(self) -> InterruptHandler:
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._signals.__exit__(kind, error, traceback)
-
-    def _handle(self, number: signal.Signals, count: int) -> None:
+    def _note(self, number: signal.Signals, count: int) -> None:
         again, self._received = self._received, True
         if self._raises or (again and not self._ends_process):
             raise KeyboardInterrupt

@@ -205,7 +205,8 @@ class RewardPool:
         self, reward: Reward, samples: Samples, *, each: bool
     ) -> tuple[list[float | None], RewardLostError | None]:
         """Return the values of the samples; if the process was lost, those before that, and how it was lost."""
-        frame = _request(reward, samples, each=each)
+        request = {"reward": reward.name, "each": each, "prompts": samples.prompts}
+        frame = to_frame(request | {"completions": samples.completions, "columns": samples.columns})
         answers, limit_s = (len(samples), reward.timeout_s) if each else (1, reward.timeout_s * len(samples))
         values: list[float | None] = []
         async with self._free, self._process() as process:
@@ -254,18 +255,6 @@ async def _load(process: RewardProcess) -> None:
             f"a reward process {lost.problem} while it imported the functions",
             remedy="Its output says why. With reward.workers = 0 functions run in the trainer's process",
         ) from lost
-
-
-def _request(reward: Reward, samples: Samples, *, each: bool) -> bytes:
-    return to_frame(
-        {
-            "reward": reward.name,
-            "each": each,
-            "prompts": samples.prompts,
-            "completions": samples.completions,
-            "columns": samples.columns,
-        }
-    )
 
 
 def _placed(error: RewardError, samples: Samples, scored: int) -> RewardError:

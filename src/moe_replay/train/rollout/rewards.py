@@ -140,10 +140,7 @@ def math_equality(
     An answer that is not shown to be equal within `COMPARISON_S` is not equal.
     """
 
-    def read(text: str) -> list[Any]:
-        return _parsed(text)
-
-    return _compared(completions, solution, lambda truth: read(truth) or read(f"${truth}$"), read, unread=None)
+    return _compared(completions, solution, lambda truth: _parsed(truth) or _parsed(f"${truth}$"), _parsed, unread=None)
 
 
 @requires("math_verify")

@@ -48,11 +48,6 @@ class Tool:
     function: Callable[..., Any]
     schema: dict[str, Any]
 
-    def kinds(self) -> dict[str, Any]:
-        """Return name -> JSON type of each parameter."""
-        properties = self.schema["function"]["parameters"].get("properties", {})
-        return {name: about.get("type") for name, about in properties.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
@@ -150,7 +145,8 @@ def _arguments(tool: Tool, call: ToolCall) -> dict[str, Any]:
 
     Raises TypeError where they do not fit the signature.
     """
-    kinds = tool.kinds()
+    properties = tool.schema["function"]["parameters"].get("properties", {})
+    kinds = {name: about.get("type") for name, about in properties.items()}
     values = {
         name: _value(value) if isinstance(value, str) and kinds.get(name) not in ("string", None) else value
         for name, value in call.arguments.items()

@@ -338,13 +338,8 @@ def _stage(config: TrainConfig, sizes: ModelSizes, ranks: int, number: int, laye
     """Return what a rank of a pipeline stage of Megatron-Core holds."""
     backend = config.backend
     compute = _BYTES[config.model.dtype]
-    tp, pp, cp, ep = (
-        backend.tensor_parallel,
-        backend.pipeline_parallel,
-        backend.context_parallel,
-        backend.expert_parallel,
-    )
-    etp = backend.expert_tensor_parallel or tp
+    tp, pp, cp = backend.tensor_parallel, backend.pipeline_parallel, backend.context_parallel
+    ep, etp = backend.expert_parallel, backend.expert_tensor_parallel or tp
     if ranks % (tp * pp * cp) or ranks % (pp * ep * etp):
         raise LayoutError(
             "the parallel sizes do not divide the GPUs",

@@ -13,7 +13,6 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from moe_replay.records import FinishReason, Layers, RolloutBatch, Trajectory, T
 from moe_replay.routes.codec import decode_token_ids
 from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts
 from moe_replay.routes.trace_parts import spans_of
-from moe_replay.sampling_mask import SamplingMask, mask_from_bytes, mask_to_bytes
+from moe_replay.sampling_mask import mask_from_bytes, mask_to_bytes
 
 ALIGNMENT = 64
 _HEADER = struct.Struct("<qqddQQQQIiB3x")
@@ -78,62 +77,28 @@ def record_bytes(trace_bytes: int, tokens: int) -> int:
     return sum(map(_aligned, (_HEADER.size, trace_bytes, 4 * tokens, 16 * version_spans)))
 
 
-class Record(NamedTuple):
-    """The parts of a record of `length` tokens, in a buffer; routes are not decoded."""
-
-    row: int
-    group: int
-    reward: float
-    advantage: float
-    length: int
-    episode: int
-    finish_reason: FinishReason
-    routes: memoryview
-    logprobs: memoryview
-    spans: memoryview
-    mask: memoryview
-    servers: memoryview
-
-    @classmethod
-    def of(cls, record: memoryview) -> Self:
-        row, group, reward, advantage, *sizes, length, episode, reason = _HEADER.unpack_from(record)
-        part_sizes = (sizes[0], 4 * length, *sizes[1:])
-        starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, part_sizes[:-1])]).tolist()
-        parts = (record[start : start + size] for start, size in zip(starts, part_sizes, strict=True))
-        return cls(row, group, reward, advantage, length, episode, _REASONS[reason], *parts)
-
-    @property
-    def versions(self) -> np.ndarray:
-        """(T,) int64: weight version that sampled each token."""
-        begins, versions = np.frombuffer(self.spans, "<i8").reshape(-1, 2).T
-        return np.repeat(versions, np.diff(np.append(begins, self.length))).astype(np.int64)
-
-    @property
-    def sampling_mask(self) -> SamplingMask | None:
-        return mask_from_bytes(bytes(self.mask)) if len(self.mask) else None
-
-    @property
-    def server_spans(self) -> tuple[tuple[int, str], ...]:
-        return tuple((start, url) for start, url in json.loads(bytes(self.servers))) if len(self.servers) else ()
-
-
 def read_record(record: memoryview, *, routes: bool = True) -> Trajectory:
     """Return the trajectory of a record in a read-only buffer, which its arrays view; without routes, none is read."""
-    parts = Record.of(record)
-    trace = decode_trace(parts.routes) if routes else RouteTrace.uncovered(decode_token_ids(parts.routes), (0,), 1)
+    row, group, reward, advantage, *sizes, length, episode, reason = _HEADER.unpack_from(record)
+    sizes.insert(1, 4 * length)  # of the log-probs
+    starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, sizes[:-1])]).tolist()
+    parts = (record[start : start + size] for start, size in zip(starts, sizes, strict=True))
+    encoded, logprobs, spans, mask, servers = parts
+    trace = decode_trace(encoded) if routes else RouteTrace.uncovered(decode_token_ids(encoded), (0,), 1)
+    begins, versions = np.frombuffer(spans, "<i8").reshape(-1, 2).T
     return Trajectory(
-        row=parts.row,
-        group=parts.group,
+        row=row,
+        group=group,
         token_ids=trace.token_ids,
-        logprobs=np.frombuffer(parts.logprobs, "<f4"),
-        versions=parts.versions,
+        logprobs=np.frombuffer(logprobs, "<f4"),
+        versions=np.repeat(versions, np.diff(np.append(begins, length))).astype(np.int64),
         trace=trace,
-        finish_reason=parts.finish_reason,
-        reward=parts.reward,
-        advantage=parts.advantage,
-        episode=parts.episode,
-        sampling_mask=parts.sampling_mask,
-        servers=parts.server_spans,
+        finish_reason=_REASONS[reason],
+        reward=reward,
+        advantage=advantage,
+        episode=episode,
+        sampling_mask=mask_from_bytes(bytes(mask)) if len(mask) else None,
+        servers=tuple((start, url) for start, url in json.loads(bytes(servers))) if len(servers) else (),
     )
 
 

@@ -112,19 +112,14 @@ def task_to_content(task: GroupTask) -> dict[str, Any]:
 
 
 def task_from_content(content: Mapping[str, Any]) -> GroupTask:
-    prompt = content["prompt"]
+    prompt, params = content["prompt"], content["params"]
+    tuples = {name: tuple(params[name]) for name in ("stop_token_ids", "seeds")}
     return GroupTask(
         prompt=Prompt(prompt["row"], prompt["content"], tuple(prompt["token_ids"]), prompt["columns"]),
         index=content["index"],
-        params=_params(content["params"]),
+        params=SamplingParams(**params | tuples),
         is_kept=content["is_kept"],
     )
-
-
-def _params(content: Mapping[str, Any]) -> SamplingParams:
-    tuples = {name: tuple(content[name]) for name in ("stop_token_ids", "seeds")}
-    values: dict[str, Any] = {**content, **tuples}
-    return SamplingParams(**values)
 
 
 # ---- in the worker --------------------------------------------------------------------------------------------------
