@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "AlignmentError",
@@ -84,6 +84,11 @@ class MoeReplayError(ValueError):
         self.found = found
         self.remedy = remedy
         super().__init__(self._text())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the problem, as arguments: for an error of another class about the same."""
+        return {name: getattr(self, name) for name in ("sample", "layer", "token", "expected", "found", "remedy")}
 
     def _text(self) -> str:
         places = (("sample", self.sample), ("layer", self.layer), ("token", self.token))

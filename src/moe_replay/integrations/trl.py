@@ -75,7 +75,7 @@ class RouterReplayMixin(_Trainer):
             )
 
     def __init__(self, *args: Any, replay: ReplayMode = "r3", engine: Engine | None = None, **kwargs: Any) -> None:
-        _check_trl(version("trl"), _base_trainer(type(self)))
+        _check_trl(version("trl"), next(base for base in type(self).__mro__ if base.__name__ == "GRPOTrainer"))
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         _check_settings(arguments, replay, engine)  # before TRL starts a vLLM that would not be used
         super().__init__(*args, **kwargs)
@@ -297,11 +297,6 @@ _USED_METHODS: dict[str, tuple[str, ...]] = {
     "_compute_loss": ("model", "inputs"),
 }
 """Methods that TRL keeps to itself and replay overrides, with the parameters that it relies on."""
-
-
-def _base_trainer(trainer: type) -> type:
-    """Return TRL's trainer among the bases of a class."""
-    return next(base for base in trainer.__mro__ if base.__name__ == "GRPOTrainer")
 
 
 def _check_trl(installed: str, trainer: type) -> None:

@@ -90,15 +90,7 @@ def trace_of(
         captured = trace_from_capture(routed_experts, ids[rows_at], topology, source, sample=sample)
     except EngineError as error:  # its token is an index into the rows
         token = int(rows_at[error.token]) if isinstance(error.token, int) else None
-        raise RouteFormatError(
-            error.problem,
-            sample=sample,
-            layer=error.layer,
-            token=token,
-            expected=error.expected,
-            found=error.found,
-            remedy=error.remedy,
-        ) from error
+        raise RouteFormatError(error.problem, **error.facts | {"sample": sample, "token": token}) from error
     whole = np.zeros((len(ids), *captured.routed_experts.shape[1:]), captured.routed_experts.dtype)
     valid = np.zeros(whole.shape[:2], bool)
     whole[rows_at], valid[rows_at] = captured.routed_experts, captured.valid

@@ -80,10 +80,6 @@ def _no_compiler(undo: ExitStack) -> None:
     undo.enter_context(torch._dynamo.config.patch(disable=True))  # deleting a setting could not be undone
 
 
-def _current_device(undo: ExitStack) -> None:
-    replace_attribute(undo, torch.cuda, "current_device", lambda: torch.device("cpu"))
-
-
 def _factories(undo: ExitStack) -> None:
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def cpu_factory(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -101,10 +97,6 @@ def _factories(undo: ExitStack) -> None:
         replace_attribute(undo, torch, name, on_cpu(getattr(torch, name)))
 
 
-def _tensor_cuda(undo: ExitStack) -> None:
-    replace_attribute(undo, torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
-
-
 def _random_state(undo: ExitStack) -> None:
     from megatron.core.tensor_parallel import random
 
@@ -118,10 +110,6 @@ def _random_state(undo: ExitStack) -> None:
     replace_attribute(undo, torch.cuda.random, "get_rng_state", get_state)
     replace_attribute(undo, torch.cuda, "manual_seed", torch.default_generator.manual_seed)
     replace_attribute(undo, random, "_set_cuda_rng_state", set_state)
-
-
-def _synchronize(undo: ExitStack) -> None:
-    replace_attribute(undo, torch.cuda, "synchronize", lambda *args: None)
 
 
 class _Stream:
@@ -182,7 +170,7 @@ PATCHES = (
         "current device",
         "device=torch.cuda.current_device() in dozens of places: router.py:90, p2p_communication.py:313, ...",
         "when Megatron-Core asks an accelerator-neutral function",
-        _current_device,
+        lambda undo: replace_attribute(undo, torch.cuda, "current_device", lambda: torch.device("cpu")),
     ),
     Patch(
         "factories",
@@ -194,7 +182,7 @@ PATCHES = (
         "Tensor.cuda",
         "rope_utils.py:64 (context parallel), language_module.py:244 (tied embeddings)",
         "when Megatron-Core asks an accelerator-neutral function",
-        _tensor_cuda,
+        lambda undo: replace_attribute(undo, torch.Tensor, "cuda", lambda self, *args, **kwargs: self),
     ),
     Patch(
         "random state",
@@ -206,7 +194,7 @@ PATCHES = (
         "synchronize",
         "p2p_communication.py:242 and :398 wait for the device after batched messages",
         "when the wait is left to the backend",
-        _synchronize,
+        lambda undo: replace_attribute(undo, torch.cuda, "synchronize", lambda *args: None),
     ),
     Patch(
         "streams",

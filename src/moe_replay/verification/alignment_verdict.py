@@ -228,11 +228,8 @@ def late(shift: int, unit: str) -> str:
 
 def _range_of_layers(table: ShiftTable, wrong_slots: list[int]) -> str:
     """Return in words which of the layers that were looked at are wrong."""
-    return range_of_layers([table.layers[slot] for slot in wrong_slots], seen_layers(table))
-
-
-def seen_layers(table: ShiftTable) -> list[int]:
-    return [layer for layer, count in zip(table.layers, table.counts[:, HERE, HERE], strict=True) if count]
+    seen = [layer for layer, count in zip(table.layers, table.counts[:, HERE, HERE], strict=True) if count]
+    return range_of_layers([table.layers[slot] for slot in wrong_slots], seen)
 
 
 def range_of_layers(wrong_layers: list[int], examined: list[int]) -> str:

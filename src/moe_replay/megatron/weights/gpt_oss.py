@@ -55,7 +55,8 @@ def settings(hf: Any) -> dict[str, Any]:
 
 
 def arguments(hf: Any) -> dict[str, Any]:
-    return {"position_embedding_type": "yarn" if _is_yarn(hf) else "rope"}
+    is_yarn = rope_parameters(hf).get("rope_type") == "yarn"
+    return {"position_embedding_type": "yarn" if is_yarn else "rope"}
 
 
 def check_experts(spec: Any, config: Any) -> Any:
@@ -74,10 +75,6 @@ def _window_settings(hf: Any) -> dict[str, Any]:
     if not any(sliding):
         return {}
     return {"window_size": (hf.sliding_window - 1, 0), "window_attn_skip_freq": sliding}
-
-
-def _is_yarn(hf: Any) -> bool:
-    return rope_parameters(hf).get("rope_type", "default") == "yarn"
 
 
 def _rotary_settings(hf: Any) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def recipe(
     if accelerator() == "cuda":  # elsewhere MindSpeed or megatron.cpu patch it
         without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
-    engine = transformer_engine and _has_transformer_engine() and not family.local_layers
+    is_installed = accelerator() == "cuda" and find_spec("transformer_engine") is not None
+    engine = transformer_engine and is_installed and not family.local_layers
     chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen, engine))
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     chosen |= _enum_settings(kind, chosen)
@@ -122,10 +123,6 @@ def recipe(
         **family.arguments(hf_config),
     }
     return MegatronRecipe(family, config, arguments, engine)
-
-
-def _has_transformer_engine() -> bool:
-    return accelerator() == "cuda" and find_spec("transformer_engine") is not None
 
 
 def _can_group_experts(settings: dict[str, Any], engine: bool) -> bool:

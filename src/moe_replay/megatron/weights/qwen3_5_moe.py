@@ -6,8 +6,8 @@ The folder of the multimodal model has the language model under another prefix; 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,10 +57,6 @@ class GatedAttentionOrSplitDeltaNet(GatedAttentionOrDeltaNet):
     delta_net = SplitGatedDeltaNet
 
 
-def with_split_delta_nets(spec: Any, config: Any) -> Any:
-    return with_delta_nets(spec, config, GatedAttentionOrSplitDeltaNet)
-
-
 def _rules() -> dict[str, Rule]:
     prefix, hf_prefix = LAYER + "self_attention.", HF_LAYER + "linear_attn."
     joined = {prefix + f"in_proj_{part}.weight" for part in ("qkvz", "ba")}
@@ -84,15 +80,11 @@ def _inside(rule: Any) -> Any:
     return replace(rule, **changes)
 
 
-def _other_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
-    return re.compile(r"mtp\.|model\.visual\.")
-
-
 QWEN3_5_MOE_TEXT = Family(
     rules=_rules(),
     fused_rules=fused_expert_rules(),
     settings=settings,
-    adapt_spec=with_split_delta_nets,
+    adapt_spec=partial(with_delta_nets, attention_of_layer=GatedAttentionOrSplitDeltaNet),
     extra_tensors=prediction_layers,
     local_layers=True,
 )
@@ -100,5 +92,5 @@ QWEN3_5_MOE = replace(
     QWEN3_5_MOE_TEXT,
     rules={name: _inside(rule) for name, rule in QWEN3_5_MOE_TEXT.rules.items()},
     fused_rules={name: _inside(rule) for name, rule in QWEN3_5_MOE_TEXT.fused_rules.items()},
-    extra_tensors=_other_tensors,
+    extra_tensors=lambda config: re.compile(r"mtp\.|model\.visual\."),
 )

@@ -38,7 +38,8 @@ def find_routers(
     _refuse_known_bad(modules)
     declared = topology or topology_of(model)
     routers = router_numbers(modules, extra)
-    decoder = _decoder_name(modules, declared, declared.model_type or _text_type(model), routers)
+    model_type = declared.model_type or getattr(text_config(_config_of(model.modules())), "model_type", "")
+    decoder = _decoder_name(modules, declared, model_type, routers)
     _check_layer_indices(modules, decoder)
     sites = _sites(modules, decoder, routers)
     _check_topology(declared, sites, modules, decoder)
@@ -65,10 +66,6 @@ def _config_of(modules: Iterable[nn.Module]) -> Any:
     """Return the first config among these modules that names a model type."""
     configs = (getattr(module, "config", None) for module in modules)
     return next((config for config in configs if getattr(config, "model_type", None)), None)
-
-
-def _text_type(model: nn.Module) -> str:
-    return getattr(text_config(_config_of(model.modules())), "model_type", "")
 
 
 def _decoder_name(
