@@ -33,7 +33,7 @@ import numpy as np
 import orjson
 import pybase64
 
-from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts, encode_trace
+from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts
 
 Result = TypeVar("Result", "Cost", "Speed")
 
@@ -75,7 +75,7 @@ def routes_of(model: Model, tokens: int) -> Routes:
     all_layers = np.zeros((tokens, model.layers, model.top_k), np.int32)
     all_layers[:, model.dense_layers :] = experts
     trace = RouteTrace(token_ids, experts, moe_layers, num_experts=model.num_experts)
-    return Routes(trace, all_layers, token_ids.tolist(), encode_trace(trace))
+    return Routes(trace, all_layers, token_ids.tolist(), trace.to_bytes())
 
 
 # ---- the ways --------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ WAYS = {
         ),
     ),
     FLOOR: Way(lambda routes: [routes.blob], lambda body: body),
-    "moe-replay, joined": Way(lambda routes: [encode_trace(routes.trace)], decode_trace),
+    "moe-replay, joined": Way(lambda routes: [routes.trace.to_bytes()], decode_trace),
     "moe-replay, in parts": Way(lambda routes: encode_parts(routes.trace), decode_trace),
 }
 

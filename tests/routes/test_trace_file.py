@@ -12,7 +12,7 @@ import pytest
 
 from moe_replay.errors import TraceFormatError
 from moe_replay.routes.codec import Limits
-from moe_replay.routes.trace import RouteTrace, encode_trace
+from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_file import FILE_HEAD, TraceFile, TraceWriter, recover_traces
 
 
@@ -23,7 +23,7 @@ def make_trace(tokens: int, num_experts: int = 16, seed: int = 0) -> RouteTrace:
 
 
 TRACES = [make_trace(5, seed=1), make_trace(0, seed=2), make_trace(7, 300, seed=3), make_trace(2, seed=4)]
-SIZES = [len(encode_trace(trace)) for trace in TRACES]
+SIZES = [len(trace.to_bytes()) for trace in TRACES]
 
 
 def write(path: Path, traces: list[RouteTrace]) -> Path:
@@ -60,7 +60,7 @@ def test_the_file_is_its_records_and_an_index(tmp_path: Path) -> None:
     crc = zlib.crc32(index + struct.pack("<Q", 4))
     tail = struct.pack("<QII", 4, crc, 0) + b"\x89MRE\r\n\x1a\n"
     head = b"\x89MRF\r\n\x1a\n\x01\x00" + bytes(6)
-    assert raw == head + b"".join(encode_trace(trace) for trace in TRACES) + index + tail
+    assert raw == head + b"".join(trace.to_bytes() for trace in TRACES) + index + tail
 
 
 def test_a_trace_of_more_parts_than_one_write_takes(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_part_needs_only_its_bytes(tmp_path: Path, num_experts: int) -> None:
     traces = [make_trace(1500, num_experts, seed) for seed in range(3)]
     path = write(tmp_path / "a.mrt", traces)
     raw = bytearray(path.read_bytes())
-    record = len(encode_trace(traces[0]))
+    record = len(traces[0].to_bytes())
     block = 512 * 9 // 8 * (8 if num_experts == 128 else 9)
     middle_payload = 16 + 2 * record - (1500 * 9 // 64 + 1) * 8 * (8 if num_experts == 128 else 9)
     raw[16 + 100] ^= 1  # the first trace
@@ -242,7 +242,7 @@ def test_less_than_a_head_is_no_file_of_traces(tmp_path: Path, size: int) -> Non
 
 def test_a_lone_blob_is_no_file(tmp_path: Path) -> None:
     path = tmp_path / "a.mrt"
-    path.write_bytes(encode_trace(TRACES[0]))
+    path.write_bytes(TRACES[0].to_bytes())
     with pytest.raises(TraceFormatError, match="not a file of route traces"):
         TraceFile(path)
 
@@ -279,7 +279,7 @@ INDEX_LIES = {
 def test_an_index_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
     offsets, count, reserved, message = INDEX_LIES[lie]
     path = tmp_path / "a.mrt"
-    records = b"".join(encode_trace(trace) for trace in TRACES[:2])
+    records = b"".join(trace.to_bytes() for trace in TRACES[:2])
     path.write_bytes(FILE_HEAD + records + sealed(offsets, count, reserved))
     with pytest.raises(TraceFormatError, match=message):
         read_all(path)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError, TraceFormatError
 from moe_replay.routes.codec import Limits, block_digest
-from moe_replay.routes.trace import RouteTrace, decode_trace, encode_trace
+from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts
 from tests.routes.parts import made_of, trace_from_parts
 from tests.routes.wire_spec import make_trace, spec_digest, spec_encode
 
@@ -39,7 +39,7 @@ SMALL = [
 
 @pytest.mark.slow
 def test_every_change_of_one_byte_is_refused() -> None:
-    blob = encode_trace(make_trace(1, 1, 1))
+    blob = make_trace(1, 1, 1).to_bytes()
     for position in range(len(blob)):
         harmed = bytearray(blob)
         for change in range(1, 256):
@@ -49,7 +49,7 @@ def test_every_change_of_one_byte_is_refused() -> None:
 
 @pytest.mark.parametrize("trace", SMALL, ids=str)
 def test_every_flipped_bit_is_refused(trace: RouteTrace) -> None:
-    blob = encode_trace(trace)
+    blob = trace.to_bytes()
     for bit in range(8 * len(blob)):
         harmed = bytearray(blob)
         harmed[bit // 8] ^= 1 << bit % 8
@@ -58,7 +58,7 @@ def test_every_flipped_bit_is_refused(trace: RouteTrace) -> None:
 
 @pytest.mark.parametrize("trace", [*SMALL, make_trace(600, 1, 1)], ids=str)
 def test_every_truncation_and_every_tail_is_refused(trace: RouteTrace) -> None:
-    blob = encode_trace(trace)
+    blob = trace.to_bytes()
     assert all(is_refused(blob[:size]) for size in range(len(blob)))
     assert all(is_refused(blob + tail) for tail in (b"\0", bytes(8), bytes(64), blob))
 
@@ -66,7 +66,7 @@ def test_every_truncation_and_every_tail_is_refused(trace: RouteTrace) -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_random_damage_is_refused(data: st.DataObject) -> None:
-    blob = encode_trace(data.draw(st.sampled_from([*SMALL, make_trace(700, num_experts=384)])))
+    blob = data.draw(st.sampled_from([*SMALL, make_trace(700, num_experts=384)])).to_bytes()
     start = data.draw(st.integers(0, len(blob) - 1))
     noise = data.draw(st.binary(min_size=1, max_size=min(200, len(blob) - start)))
     harmed = blob[:start] + noise + blob[start + len(noise) :]
@@ -84,7 +84,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 @pytest.mark.parametrize("unit", [1, 8, 12, 24, 512, 4096, 512 * 12])
 def test_exchanged_pieces_are_refused(num_experts: int, unit: int) -> None:
     """Bytes, words, token rows, rows of the checksum's matrix, whole blocks."""
-    blob = encode_trace(make_trace(2048, 3, 4, num_experts))
+    blob = make_trace(2048, 3, 4, num_experts).to_bytes()
     payload = len(blob) - 2048 * 12 // 8 * (8 if num_experts == 128 else 9)
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -99,7 +99,7 @@ def test_exchanged_pieces_are_refused(num_experts: int, unit: int) -> None:
 
 @pytest.mark.parametrize("trace", SMALL, ids=str)
 def test_blobs_spliced_from_two_traces_are_refused(trace: RouteTrace) -> None:
-    ours = encode_trace(trace)
+    ours = trace.to_bytes()
     other = trace_from_parts(
         trace.token_ids[::-1] // 2,
         trace.routed_experts[::-1],
@@ -108,7 +108,7 @@ def test_blobs_spliced_from_two_traces_are_refused(trace: RouteTrace) -> None:
         trace.versions,
         None,
     )
-    theirs = encode_trace(other)
+    theirs = other.to_bytes()
     for cut in range(1, min(len(ours), len(theirs))):
         for spliced in (ours[:cut] + theirs[cut:], theirs[:cut] + ours[cut:]):
             assert spliced in (ours, theirs) or is_refused(spliced), f"cut at {cut}"
@@ -205,7 +205,7 @@ LIES: list[tuple[RouteTrace, dict[int, bytes], str]] = [
 
 @pytest.mark.parametrize(("trace", "changes", "message"), LIES, ids=[f"{i}: {lie[2]}" for i, lie in enumerate(LIES)])
 def test_a_lie_under_good_checksums_is_refused(trace: RouteTrace, changes: dict[int, bytes], message: str) -> None:
-    honest = encode_trace(trace)
+    honest = trace.to_bytes()
     payload_at = min(192, len(honest))
     assert resealed(honest, len(trace.versions), payload_at) == honest
     with pytest.raises(TraceFormatError) as caught:
@@ -214,7 +214,7 @@ def test_a_lie_under_good_checksums_is_refused(trace: RouteTrace, changes: dict[
 
 
 def test_bits_that_no_id_needs_are_refused() -> None:
-    forged = resealed(patched(encode_trace(PACKED), {20: bytes(4)}), 1, 192)  # as if nobody knew of 300 experts
+    forged = resealed(patched(PACKED.to_bytes(), {20: bytes(4)}), 1, 192)  # as if nobody knew of 300 experts
     with pytest.raises(TraceFormatError, match="id_bits at byte 11: fewer would do: expected 8, found 9"):
         decode_trace(forged)
 
@@ -222,7 +222,7 @@ def test_bits_that_no_id_needs_are_refused() -> None:
 @pytest.mark.parametrize("claimed", [2**24, 2**40, 2**62])
 def test_a_claim_allocates_nothing(claimed: int) -> None:
     """Not even where all sizes in the header agree, and no limit stops it."""
-    blob = patched(encode_trace(UNKNOWN), {24: struct.pack("<Q", claimed)})
+    blob = patched(UNKNOWN.to_bytes(), {24: struct.pack("<Q", claimed)})
     blocks = claimed // 512
     size = -(-(64 + 16 + 8 * blocks + 4 * 2 + 4 * claimed) // 64) * 64 + 4 * claimed
     blob = resealed(patched(blob, {40: struct.pack("<Q", size % 2**64)}), 1, 192)
@@ -239,7 +239,7 @@ def test_a_claim_allocates_nothing(claimed: int) -> None:
 
 
 def test_errors_say_what_is_wrong_and_where() -> None:
-    blob = encode_trace(make_trace(600, 2, 2))
+    blob = make_trace(600, 2, 2).to_bytes()
     size = len(blob)
     for harmed, message in (
         (b"", "header at byte 0: the blob is cut off: expected 64 bytes, found 0 bytes"),
@@ -265,24 +265,24 @@ def test_errors_say_what_is_wrong_and_where() -> None:
 @pytest.mark.parametrize("field", ["tokens", "layers", "top_k", "spans", "blob_bytes"])
 def test_limits_hold_for_readers_and_writers(field: str) -> None:
     trace = make_trace(50, 3, 4, spans=3)
-    blob = encode_trace(trace)
+    blob = trace.to_bytes()
     exact = {"tokens": 50, "layers": 3, "top_k": 4, "spans": 3, "blob_bytes": len(blob)}
     assert decode_trace(blob, limits=Limits(**exact)) == trace
     tight = Limits(**exact | {field: exact[field] - 1})
     with pytest.raises(TraceFormatError, match=f"{field} at byte .*out of range.*found {exact[field]}"):
         decode_trace(blob, limits=tight)
     with pytest.raises(TraceFormatError, match=f"{field} at byte .*out of range.*found {exact[field]}"):
-        encode_trace(trace, limits=tight)
+        encode_parts(trace, limits=tight)
 
 
 def test_what_a_reader_would_refuse_is_not_written() -> None:
     for experts, num_experts in ((np.full((10, 2, 2), 700, np.uint16), 300), (np.full((10, 2, 2), 4, np.uint8), 4)):
         with pytest.raises(TraceFormatError, match=f"id out of range: expected below {num_experts}"):
-            encode_trace(made_of(PLAIN, experts, num_experts, PLAIN.layers))
+            made_of(PLAIN, experts, num_experts, PLAIN.layers).to_bytes()
     with pytest.raises(TraceFormatError, match=r"layer ids at byte 88: id out of range: expected below 2\*\*32"):
-        encode_trace(made_of(PLAIN, PLAIN.routed_experts, 4, (1, 2**32)))
+        made_of(PLAIN, PLAIN.routed_experts, 4, (1, 2**32)).to_bytes()
     with pytest.raises(TraceFormatError, match=r"ids where nothing is covered \[token 9\]"):
-        encode_trace(made_of(PARTLY, PLAIN.routed_experts, 4, PLAIN.layers))
+        made_of(PARTLY, PLAIN.routed_experts, 4, PLAIN.layers).to_bytes()
 
 
 def test_a_part_names_tokens_by_their_place_in_the_whole() -> None:
@@ -298,6 +298,6 @@ def test_a_part_names_tokens_by_their_place_in_the_whole() -> None:
 
 
 def test_rows_are_left_to_be_checked_later() -> None:
-    read = decode_trace(encode_trace(made_of(PLAIN, np.ones((10, 2, 2), np.uint8), 4, PLAIN.layers)))
+    read = decode_trace(made_of(PLAIN, np.ones((10, 2, 2), np.uint8), 4, PLAIN.layers).to_bytes())
     with pytest.raises(TraceError, match="an expert occurs twice in one row"):
         read.check_rows()

@@ -387,12 +387,8 @@ def _brief(numbers: Sequence[int]) -> str:
     return "[" + ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", *shown[-2:]]) + "]"
 
 
-def encode_trace(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    return b"".join(encode(trace.parts, limits))
-
-
 def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryview]:
-    """`encode_trace` as buffers, for vectored writes. Up to 256 experts, ids are views of the trace and not copied."""
+    """`to_bytes` as buffers, for vectored writes. Up to 256 experts, ids are views of the trace and not copied."""
     return encode(trace.parts, limits)
 
 
