@@ -9,7 +9,7 @@ fix: the same index gives a layout, and `RouterReplay` of this library replays; 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -125,12 +125,11 @@ class MegatronGuard(RouterGuard):
         from verl.workers.engine.megatron.transformer_impl import unwrap_model
 
         settings = ReplaySettings.read({"mode": engine.engine_config.router_replay.mode})
-        if settings.guard == "fix":
-            _check_replaceable()
-        self._config = engine.tf_config
+        self._config, chunks = engine.tf_config, unwrap_model(engine.module)
+        with raise_on_all_ranks("checking verl's version"):
+            _check_version(settings, chunks)
         self._is_packed = bool(engine.engine_config.use_remove_padding)
         compares_ids = not hasattr(engine.model_config.hf_config, "vision_config")  # packed after the embedding
-        chunks = unwrap_model(engine.module)
         device = verl_batch.compute_device()
         super().__init__("verl", chunks, settings, _routers, device, compares_ids=compares_ids)
 
@@ -191,16 +190,26 @@ def _token_ids(batch: Any) -> Iterator[list[int]]:
         yield sample.tolist()
 
 
-def _check_replaceable() -> None:
-    """Raise if verl's replay cannot be left off: 0.9.0 asks its own list of routers, and not the engine."""
+def _check_version(settings: ReplaySettings, chunks: Sequence[Any]) -> None:
+    """Raise for what 0.9.0 cannot do: it asks its own list of routers, and not the engine, whether it records."""
     from verl.utils.megatron.router_replay_utils import RouterReplayHelper
 
-    if "model" not in inspect.signature(RouterReplayHelper.is_replay_forward_action).parameters:
+    if "model" in inspect.signature(RouterReplayHelper.is_replay_forward_action).parameters:
+        return
+    found = f"verl {metadata.version('verl')}"
+    if settings.guard == "fix":
         raise HostError(
             "this version of verl cannot leave its own replay off",
             expected="verl 0.9.1 with MOE_REPLAY_GUARD=fix",
-            found=metadata.version("verl"),
+            found=found,
             remedy="Use MOE_REPLAY_GUARD=check, or install verl 0.9.1",
+        )
+    if settings.mode == "R2" and not _routers(chunks[0]):
+        raise HostError(
+            "R2 of this version of verl would wait forever: a rank whose first layers are dense gathers no routes",
+            expected="verl 0.9.1",
+            found=found,
+            remedy="Install verl 0.9.1, use mode=R3, or give the first pipeline stage a layer with experts",
         )
 
 
