@@ -260,13 +260,7 @@ async def _load(process: RewardProcess) -> None:
 def _placed(error: RewardError, samples: Samples, scored: int) -> RewardError:
     """Return an error of a function with the row of the data set, and the sample where it names one."""
     number = "" if error.sample is None else f"{samples.numbers[scored + int(error.sample)]} of "
-    return RewardError(
-        error.problem,
-        sample=f"{number}row {samples.row}",
-        expected=error.expected,
-        found=error.found,
-        remedy=error.remedy,
-    )
+    return RewardError(error.problem, **error.facts | {"sample": f"{number}row {samples.row}"})
 
 
 def check_columns(prompts: Sequence[Prompt]) -> None:
@@ -276,13 +270,8 @@ def check_columns(prompts: Sequence[Prompt]) -> None:
             try:
                 to_frame({name: value})
             except RewardWireError as error:
-                raise RewardWireError(
-                    f"column {name!r}: {error.problem}",
-                    sample=f"row {prompt.row}",
-                    expected=error.expected,
-                    found=error.found,
-                    remedy=error.remedy,
-                ) from error
+                facts = error.facts | {"sample": f"row {prompt.row}"}
+                raise RewardWireError(f"column {name!r}: {error.problem}", **facts) from error
 
 
 START_S = 600.0
