@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from moe_replay.train.checkpoint import checkpoint
 from moe_replay.train.checkpoint.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -117,6 +118,18 @@ def test_a_full_disk_is_one_line_whatever_a_library_raises(tmp_path: Path, caplo
     assert "the last checkpoint could not be written: Error while serializing" in caplog.text
     assert "(os error 28); the checkpoint of step 1 is kept" in caplog.text
     assert "Traceback" not in caplog.text
+
+
+def test_nobody_waits_for_a_writer_that_could_not_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    checkpoints = Checkpoints(tmp_path, asynchronous=True)
+    monkeypatch.setattr(checkpoint, "CLOSE_S", 0)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start"):
+        patched.setattr(threading.Thread, "start", start)
+        checkpoints.save(SlowPolicy(), state_at(1))
+    assert checkpoints.settle()
 
 
 def test_a_run_killed_while_a_checkpoint_is_written_has_the_one_before(tmp_path: Path) -> None:

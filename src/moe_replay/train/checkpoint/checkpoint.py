@@ -157,7 +157,7 @@ class Writing:
         self.folder = folder
         self._writes = dict(writes)
         self._commit = commit
-        self._ended: Future[None] = Future()
+        self._ended: Future[None] | None = None  # once the thread of `start` runs
 
     def run(self, gather: Gather = all_gather_json) -> None:
         """Write everything; if that fails on one rank, raise on all."""
@@ -172,22 +172,25 @@ class Writing:
 
     def start(self, gather: Gather) -> None:
         """Do in a thread what `run` does."""
+        ended: Future[None] = Future()
 
         def run() -> None:
             try:
                 self.run(gather)
             except BaseException as error:
-                self._ended.set_exception(error)
+                ended.set_exception(error)
             else:
-                self._ended.set_result(None)
+                ended.set_result(None)
 
         threading.Thread(target=run, name=f"writing {self.folder.name}", daemon=True).start()
+        self._ended = ended
 
     def join(self, limit_s: float | None = None) -> bool:
-        """Wait for the thread of `start`; raise what it raised. Return whether it has ended."""
-        if not wait([self._ended], limit_s).done:
-            return False
-        self._ended.result()
+        """Wait for the thread of `start`; raise what it raised. Return whether none runs any more."""
+        if self._ended is not None:
+            if not wait([self._ended], limit_s).done:
+                return False
+            self._ended.result()
         return True
 
     def _write_own(self) -> Entries:
