@@ -15,6 +15,7 @@ import pytest
 
 from moe_replay.engines.base import StartRequest
 from moe_replay.engines.registry import start_engine, start_sampler
+from moe_replay.engines.requests import sampled_version
 from moe_replay.engines.vllm_serve.client import VllmServeClient
 from moe_replay.errors import EngineError
 from moe_replay.records import SamplingParams
@@ -91,6 +92,15 @@ def test_a_choice_becomes_a_sample() -> None:
 def test_a_choice_that_cannot_be_true(changes: dict[str, Any], text: str) -> None:
     with answering(choice(**changes)) as client, pytest.raises(EngineError, match=text):
         client.generate([[5, 6]], SamplingParams())
+
+
+def test_the_version_that_sampled_a_completion() -> None:
+    """vLLM 0.32 says it of spans of tokens, earlier ones do not."""
+    before, after = ({"start": start, "version": f"{4 + start}@run"} for start in (0, 1))
+    assert sampled_version(None, "vLLM", 0) is None
+    assert sampled_version([before, before], "vLLM", 0) == "4@run"
+    with pytest.raises(EngineError, match=r"vLLM sampled one completion from several .*\[sample 3\].*'4@run', '5@run'"):
+        sampled_version([before, after], "vLLM", 3)
 
 
 def test_log_probs_of_another_distribution_are_refused() -> None:

@@ -11,7 +11,9 @@ import asyncio
 import base64
 import copy
 import json
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -460,6 +462,24 @@ def test_an_update_pauses_loads_flushes_and_stamps(tmp_path: Path) -> None:
         assert dict(server.asked)["/pause_generation"] == {"mode": "abort"}
         assert dict(server.asked)["/update_weights_from_disk"]["model_path"] == str(tmp_path)
         assert client.weight_version == 9
+
+
+def test_requests_wait_for_an_update(tmp_path: Path) -> None:
+    model("glm4_moe").save_pretrained(tmp_path)
+    prompt, params, _ = case("glm4_moe", "length")
+    sampled: list[Future[Any]] = []
+
+    def sample_meanwhile(folder: Path) -> None:
+        sampled.append(threads.submit(client.generate, [prompt], params))
+        time.sleep(0.3)  # a request that does not wait reaches the server now
+
+    with stub() as (server, client), ThreadPoolExecutor(1) as threads:
+        client.generate([prompt], params)
+        server.asked.clear()
+        server.on_update = sample_meanwhile
+        client.update_weights(tmp_path, 9)
+        sampled[0].result()
+    assert server.paths.index("/generate") > server.paths.index("/continue_generation")
 
 
 def test_samples_of_weights_that_were_not_sent_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moe_replay.records import SamplingParams
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.rollout.groups import Group, GroupTask
 from moe_replay.train.rollout.prompts import Prompt
-from moe_replay.train.rollout.reward_worker import error_to_content, from_content, to_frame
+from moe_replay.train.rollout.reward_worker import RewardWireError, error_to_content, from_content, to_frame
 from moe_replay.train.trajectories.wire import header_of, read_record, stored_parts
 from moe_replay.train.workers import wire as group_wire
 from moe_replay.train.workers.wire import (
@@ -31,6 +31,12 @@ from tests.train.trajectories import LAYERS, random_trajectory
 
 def over_the_wire(content: dict) -> dict:
     return from_content(to_frame(content)[8:])
+
+
+@pytest.mark.parametrize("tag", ["pickle", ["set"], None])
+def test_a_tag_that_nobody_writes_is_refused(tag: object) -> None:
+    with pytest.raises(RewardWireError, match="unknown tag"):
+        from_content(json.dumps({"\0moe-replay": tag, "value": []}).encode())
 
 
 def test_records_of_a_worker_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as new
 class RouterHook(ABC):
     """A hook on one router, through which the active pass records or sets its choice of experts.
 
-    Its methods are bound, so that a deep copy of an attached model has hooks and an `ActivePass` of its own.
+    Its methods are bound: a deep copy of an attached model gets separate hooks and a separate `ActivePass`.
 
     slot            that it puts the plan of the pass in, for the experts behind the router; None: they use none
     gates_problem   why gate weights cannot be replayed; None: they can
