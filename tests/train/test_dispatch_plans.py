@@ -23,6 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import moe_replay as mr
 from moe_replay.errors import AlignmentError
+from moe_replay.replay.policy import ReplayPolicy
 from moe_replay.replay.site import PlanSlot
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import RowOrder, TokenLayout
@@ -304,10 +305,11 @@ def check_same_without_last_routes(
     found, orders = outcome(model, replay, batch, run, rows=rows)
     assert orders == (0, 1)
     replay.plans_rows = False
-    unplanned, _ = outcome(model, replay, batch.with_stand_ins(), run, rows=rows)
-    native, orders = outcome(model, replay, batch, run, rows=rows)
-    replay.plans_rows = True
+    unplanned, orders = outcome(model, replay, batch, run, rows=rows)
     assert orders == (passes * len(replay.layers), 0)
+    replay.takes_stand_ins = False
+    native, _ = outcome(model, replay, batch, run, rows=rows)
+    replay.plans_rows = replay.takes_stand_ins = True
     assert [name for name in unplanned if not torch.equal(found[name], unplanned[name])] == []
     assert found.keys() == native.keys()
     for name, expected in native.items():  # GEMMs of other sizes round differently
@@ -361,16 +363,47 @@ def test_a_choice_behind_a_stand_in_is_nobodys_own(model: Any) -> None:
             observed(input_ids=ids, use_cache=False)
         assert torch.equal(replaying.native().valid, batch.valid)
         assert replaying.native().all_valid == batch.all_valid
-        replay.plans_rows = False
+        replay.takes_stand_ins = False
         with replay.replay(batch, observe=True) as replaying:
             observed(input_ids=ids, use_cache=False)
         assert all(replaying.native().all_valid)
 
 
+class TopK(TorchDispatchMode):
+    """Counts how often experts are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += function.overloadpacket is torch.ops.aten.topk
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_router_chooses_where_all_rows_have_routes_or_stand_ins(model: Any) -> None:
+    replay = mr.attach(model)
+    batch, ids = engine_routes(replay, TokenLayout.padded([11, 6]))
+    for replay.takes_stand_ins, observe, expected in (True, False, 0), (True, True, 3), (False, False, 3):
+        with TopK() as chosen, replay.replay(batch, observe=observe):
+            model(input_ids=ids, use_cache=False)
+        assert chosen.calls == expected
+
+
+def test_a_margin_decides_about_no_row_that_has_a_stand_in(model: Any) -> None:
+    replay = mr.attach(model)
+    batch, ids = engine_routes(replay, TokenLayout.padded([11, 6]))
+    with replay.replay(batch, policy=ReplayPolicy(margin=0.01)) as replaying:
+        model(input_ids=ids, use_cache=False)
+    counts = replaying.choices()
+    assert all(counts[layer].any() for layer in batch.layers)
+    assert not any(counts[layer][:, ~batch.layer(layer)[1]].any() for layer in batch.layers)
+
+
 def test_losses_over_all_rows_take_no_stand_ins(model: Any) -> None:
     replay = with_plans(model)
     batch, ids = engine_routes(replay, TokenLayout.padded([11, 6]))
-    replay.give_plans([module.plan_slot for _, module in experts.named_experts(model)], stand_ins=False)
+    replay.takes_stand_ins = False
     _, orders = outcome(model, replay, batch, lambda: model(input_ids=ids, use_cache=False))
     assert orders == (2 * len(replay.layers), 0)
     _, orders = outcome(model, replay, random_routes(replay, ids), lambda: model(input_ids=ids, use_cache=False))

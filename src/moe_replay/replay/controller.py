@@ -95,10 +95,13 @@ class RouterReplay:
     native_sites  routers that always route natively, e.g. those of multi-token prediction
     plans_rows    whether rows are planned for experts that take plans (`give_plans`)
     takes_plans   whether any experts do
+    takes_stand_ins   whether rows that have a stand-in replay it (`RouteBatch.from_traces`); false where something is
+                      computed of all rows together, such as a load-balancing loss
     replayed_passes, planned_passes   passes under `replay` so far, and those of them whose rows were planned
     """
 
     plans_rows = True
+    takes_stand_ins = True
     replayed_passes = 0
     planned_passes = 0
 
@@ -133,7 +136,6 @@ class RouterReplay:
         self.native_sites = tuple(native_sites)
         self._slots: dict[int, PlanSlot] = {}
         self._finish_plan: FinishPlan | None = None
-        self._takes_stand_ins = True
         self._chunks = list(chunks)
         self._rows = rows
         self._active = ActivePass(recompute_only=recompute_only)
@@ -169,18 +171,13 @@ class RouterReplay:
         """
         self._active.eager_routers = True
 
-    def give_plans(
-        self, slots: Sequence[PlanSlot], finish: FinishPlan | None = None, *, stand_ins: bool = True
-    ) -> None:
+    def give_plans(self, slots: Sequence[PlanSlot], finish: FinishPlan | None = None) -> None:
         """Have routers put the plan of what they replay into the slots of the experts behind them.
 
-        finish      called in every `replay` with its plan, or None; returns the one to use: ranks may have to agree
-        stand_ins   whether rows on which no token depends may take the experts of others: nothing is computed of all
-                    rows together, such as a load-balancing loss
+        finish   called in every `replay` with its plan, or None; returns the one to use: ranks may have to agree
         """
         self._slots = {slot.layer: slot for slot in slots}
         self._finish_plan = finish
-        self._takes_stand_ins = stand_ins
         self._active.slots = tuple(slots)
         sites = [site for chunk in self._chunks for site in chunk.sites]
         for site, hook in zip(sites, self._router_hooks, strict=True):
@@ -302,7 +299,8 @@ class RouterReplay:
         plan = self._plan(batch, plan, policy)
         self.replayed_passes += 1
         self.planned_passes += plan is not None
-        replayed = batch if plan is None else batch.with_stand_ins()
+        # A router need not choose for rows that have a stand-in, but within a margin it decides about every row.
+        replayed = batch.with_stand_ins() if self.takes_stand_ins and not policy.has_margin else batch
         layer_routes = {}
         for layer in needed:
             routed_experts, valid, all_valid = replayed.layer(layer)
@@ -335,10 +333,10 @@ class RouterReplay:
     def plan_rows(self, batch: RouteBatch) -> DispatchPlan | None:
         """Return the order of rows in all layers whose experts take plans; None where a row of the batch has no route.
 
-        For several passes over one batch, on the device of the model: `replay(batch, plan=...)`. A row with a stand-in
-        (`RouteBatch.from_traces`) takes it for its route in a pass that is planned.
+        For several passes over one batch, on the device of the model: `replay(batch, plan=...)`. None too where
+        rows have stand-ins (`RouteBatch.from_traces`) that this model does not take.
         """
-        if batch.stand_ins and not self._takes_stand_ins:
+        if batch.stand_ins and not self.takes_stand_ins:
             return None
         return DispatchPlan.of(batch, self._planned_experts(batch))
 

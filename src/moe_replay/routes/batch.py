@@ -54,8 +54,8 @@ class RouteBatch:
 
     layers          decoder index of each of the L slices, increasing
     routed_experts  (L, R, K) uint8, or int16 above 256 experts; where not valid, zero or that of a stand-in
-    valid           (L, R) bool: False for padding and where no route was recorded; the router chooses there, unless a
-                    pass that is planned takes stand-ins
+    valid           (L, R) bool: False for padding and where no route was recorded; the router chooses there, unless
+                    there are stand-ins
     all_valid       for each layer, whether every row is valid: known on the host, so that no device sync is needed
     source_layers   all layers of the model that the routes come from, also those of other pipeline stages
     num_experts     experts that the routes were chosen from, where known

@@ -41,7 +41,7 @@ from moe_replay.train.backends.base import (
     apply_routing,
 )
 from moe_replay.train.backends.logprobs import Head, head_logprobs
-from moe_replay.train.backends.megatron_counts import give_plans
+from moe_replay.train.backends.megatron_counts import counts_every_row, give_plans
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.ulysses import sum_over_ranks
@@ -155,6 +155,7 @@ class MegatronBackend(Backend):
         self._reference = self._reference_chunks(config, folder) if config.has_reference else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
+        self.replay.takes_stand_ins = not counts_every_row(recipe.config)
         give_plans(self.models, self.replay, device)
         adapters, like = None if self._lora is None else self._lora.adapters, Checkpoint(folder)
         self._state = MegatronState(

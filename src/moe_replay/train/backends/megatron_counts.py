@@ -112,7 +112,7 @@ def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.
             dispatchers.append(dispatcher)
     if slots:
         planner = partial(plan_counts, dispatchers[0], [slot.layer for slot in slots], device)
-        replay.give_plans(slots, planner, stand_ins=not counts_every_row(dispatchers[0].config))
+        replay.give_plans(slots, planner)
     return slots
 
 
