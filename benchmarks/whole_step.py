@@ -16,7 +16,8 @@ plain                  Transformers, the head in slices, recomputed layers, Adam
 trl                    GRPOTrainer of TRL with the sequences given by a rollout function; `step` only
 
 `--turns` runs R3 with dispatch plans, R3 without and native routing in turn in one process, on one backend: medians of
-so many turns, and of their ratios to the turn of R3 without plans beside them.
+so many turns, and of their ratios to the turn of R3 without plans beside them. `--kernels` shows where R3 and native
+routing differ: the kernels of one scoring pass and of one update, and the time in which the device waits.
 
 Every variant runs in its own process, one after the other. MFU counts operations as docs/metrics.md does. `--compare`
 ends with status 1 if a rate of ours, or its ratio to the plain loop or to TRL, is 5 % below the baseline's, or memory
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts.kernels import Profile, difference, profile_of
 from parts.plain_loop import PlainLoop
 from parts.qwen3_moe import SLICE
 from parts.qwen3_moe import TINY as TINY_MODEL
@@ -81,6 +83,7 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="write the results to this file")
     parser.add_argument("--turns", type=int, help="compare dispatch plans, in so many turns, in place of the variants")
+    parser.add_argument("--kernels", action="store_true", help="with --turns: compare kernels of R3 and native routing")
     parser.add_argument("--found", type=Path, help="results of an earlier run, in place of a run")
     parser.add_argument("--compare", type=Path, help="baseline to compare with")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # of a child process
@@ -265,7 +268,22 @@ def take_turns(arguments: argparse.Namespace) -> list[dict[str, Result]]:
                 turns[-1][variant] = _one_step(learners[mode], trajectories, device)
                 if device.type == "cuda":
                     turns[-1][variant]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if arguments.kernels:
+            backend.replay.plans_rows = False
+            profiles = {mode: _profiles(learners[mode], trajectories, device) for mode in learners}
+            for part in ("score", "update"):
+                print(difference(f"{part}, R3", profiles["r3"][part], "native", profiles["off"][part]))
     return turns[1:]
+
+
+def _profiles(learner: Learner, trajectories: list[Any], device: torch.device) -> dict[str, Profile]:
+    """Return the kernels of a scoring pass, and of the update behind it."""
+    metrics, store = learner.new_metrics(), InProcessStore()
+    updates = learner.prepare(store.put(trajectories), store)
+    return {
+        "score": profile_of(lambda: learner.score(updates, metrics, step=1), device),
+        "update": profile_of(lambda: learner.update(updates, metrics, step=1), device),
+    }
 
 
 def show_turns(turns: list[dict[str, Result]]) -> None:

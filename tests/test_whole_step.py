@@ -51,6 +51,23 @@ def test_every_variant_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole_runs
+def test_turns_show_the_kernels_in_which_replay_differs(tmp_path: Path) -> None:
+    """Under R3 no router of an update has to choose, in its forward or in its recomputation."""
+    path = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks/whole_step.py"), "--tiny", "--turns", "1", "--kernels"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    _, scored, updated = done.stdout.split("| ms (calls) |")
+    updated, turns = updated.split("| | score | update |")
+    assert "| score, R3 | native |" in f"|{scored}"
+    (topk,) = [line.split("|")[2:4] for line in updated.splitlines() if line.startswith("| aten::topk |")]
+    assert "(0)" in topk[0]
+    assert "(0)" not in topk[1]
+    assert [line.split("|")[1].strip() for line in turns.splitlines()[2:]] == ["r3, plans", "r3, no plans", "native"]
+
+
+@pytest.mark.whole_runs
 def test_whole_runs_are_compared_on_a_cpu(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     path = os.pathsep.join([str(ROOT / "src"), *sys.path])
