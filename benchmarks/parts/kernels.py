@@ -24,12 +24,15 @@ def profile_of(work: Callable[[], Any], device: torch.device) -> Profile:
         if on_gpu:
             torch.cuda.synchronize(device)
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+
+    def counts(event: Any) -> bool:  # names of sections span their kernels
+        return event.device_type == kind and not (on_gpu and event.is_user_annotation)
+
     kernels = {}
-    for event in profiled.key_averages():
-        taken = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if event.device_type == kind and taken:
+    for event in filter(counts, profiled.key_averages()):
+        if taken := event.self_device_time_total if on_gpu else event.self_cpu_time_total:
             kernels[event.key] = (taken / 1e3, event.count)
-    ranges = sorted((e.time_range.start, e.time_range.end) for e in profiled.events() if e.device_type == kind)
+    ranges = sorted((event.time_range.start, event.time_range.end) for event in filter(counts, profiled.events()))
     idle, until = 0.0, ranges[0][0]
     for start, end in ranges:
         idle, until = idle + max(0.0, start - until), max(until, end)
