@@ -83,7 +83,9 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="write the results to this file")
     parser.add_argument("--turns", type=int, help="compare dispatch plans, in so many turns, in place of the variants")
-    parser.add_argument("--kernels", action="store_true", help="with --turns: compare kernels of R3 and native routing")
+    parser.add_argument(
+        "--kernels", type=int, nargs="?", const=20, help="with --turns: so many kernels of R3 and native routing"
+    )
     parser.add_argument("--found", type=Path, help="results of an earlier run, in place of a run")
     parser.add_argument("--compare", type=Path, help="baseline to compare with")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # of a child process
@@ -272,7 +274,8 @@ def take_turns(arguments: argparse.Namespace) -> list[dict[str, Result]]:
             backend.replay.plans_rows = False
             profiles = {mode: _profiles(learners[mode], trajectories, device) for mode in learners}
             for part in ("score", "update"):
-                print(difference(f"{part}, R3", profiles["r3"][part], "native", profiles["off"][part]))
+                r3, native = (profiles[mode][part] for mode in ("r3", "off"))
+                print(difference(f"{part}, R3", r3, "native", native, arguments.kernels))
     return turns[1:]
 
 

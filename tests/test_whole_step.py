@@ -55,7 +55,7 @@ def test_turns_show_the_kernels_in_which_replay_differs(tmp_path: Path) -> None:
     """Under R3 no router of an update has to choose, in its forward or in its recomputation."""
     path = os.pathsep.join([str(ROOT / "src"), *sys.path])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "benchmarks/whole_step.py"), "--tiny", "--turns", "1", "--kernels"]
+    command = [sys.executable, str(ROOT / "benchmarks/whole_step.py"), "--tiny", "--turns", "1", "--kernels", "1000"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     _, scored, updated = done.stdout.split("| ms (calls) |")

@@ -39,8 +39,8 @@ def profile_of(work: Callable[[], Any], device: torch.device) -> Profile:
     return Profile(kernels, idle / 1e3)
 
 
-def difference(name: str, one: Profile, other_name: str, other: Profile, rows: int = 20) -> str:
-    """Return a table of the kernels whose times differ most."""
+def difference(name: str, one: Profile, other_name: str, other: Profile, rows: int) -> str:
+    """Return a table of the kernels whose times differ most, of so many."""
     none = (0.0, 0)
     keys = sorted(
         one.kernels.keys() | other.kernels.keys(),
