@@ -534,7 +534,7 @@ SERVE_ONE_SIBLING = {
     "integrations.trl_generation": "engines behind TRL, which rest on other methods of TRL than the trainer does",
     "train.backends.compilation": "compiled layers, and what happens where the compiler fails",
     "train.backends.fsdp_loading": "reading a model folder into shards",
-    "train.backends.megatron_counts": "what dispatchers know before the forward; the backend trains without it too",
+    "train.backends.megatron_plans": "what dispatchers know before the forward; the backend trains without it too",
     "train.backends.megatron_build": "process groups, model and optimizer; the backend trains them",
     "train.backends.megatron_state": "what a rank of Megatron saves",
     "train.learn.step_checks": "the checks of a step, of which the learner asks for the verdict",

@@ -199,18 +199,21 @@ def two_updates(folder: str, data: bytes, kind: str = "megatron", settings: dict
     }
 
 
-class CountGathers(TorchDispatchMode):
-    """Counts collectives that gather whole numbers."""
+class CountFound(TorchDispatchMode):
+    """Counts collectives that gather whole numbers, operations that find or sort what is true, and cuts by expert."""
 
-    count = 0
+    gathers = orders = cuts = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "c10d._allgather_base" in str(function) and args[0].dtype == torch.int64
+        packet, aten = function.overloadpacket, torch.ops.aten
+        self.gathers += "c10d._allgather_base" in str(function) and args[0].dtype == torch.int64
+        self.orders += packet is aten.masked_select or (packet is aten.sort and args[0].dtype == torch.bool)
+        self.cuts += packet is aten.split_with_sizes and len(args[1]) == 8  # experts
         return function(*args, **(kwargs or {}))
 
 
 def known_counts(folder: str, data: bytes, settings: dict[str, Any], routes: Routes) -> list[dict[str, Any]]:
-    """Score and update with replayed routes, with plans and without: values, gathers, micro-batches and MoE layers."""
+    """Score and update with replayed routes, with plans and without: values, gathers, orders, micro-batches, ..."""
     data = without_last_routes(data) if routes == "engine" else data
     found = []
     for plans_rows in (True, False):
@@ -225,13 +228,15 @@ def known_counts(folder: str, data: bytes, settings: dict[str, Any], routes: Rou
             all_valid = (False, *whole.all_valid[1:])
             mini[0].recorded_routes[0] = replace(whole, valid=valid, all_valid=all_valid)
         routing, losses = Routing("replay", "rollout" if routes == "engine" else "recorded"), []
-        with CountGathers() as gathers:
+        with CountFound() as count:
             scores = backend.score(mini, routing)
             norm = _counted_update(backend, mini, losses, routing).grad_norm
         values = {name: tensor.clone() for name, tensor in all_weights(backend)}
         values |= {f"scores {i}": one.logprobs for i, one in enumerate(scores) if one is not None}
-        found.append({"values": values, "numbers": (norm, losses), "gathers": gathers.count})
-        found[-1] |= {"batches": len(mini), "layers": len(backend.replay.layers)}
+        found.append({"values": values, "numbers": (norm, losses), "gathers": count.gathers, "orders": count.orders})
+        found[-1]["cuts"] = count.cuts
+        chunks = sum(map(bool, backend.chunk_layers))
+        found[-1] |= {"batches": len(mini), "layers": len(backend.replay.layers), "chunks": chunks}
         backend.close()
     return found
 

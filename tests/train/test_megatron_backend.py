@@ -14,8 +14,11 @@ pytest.importorskip("pydantic")
 
 from moe_replay.errors import LayoutError
 from moe_replay.megatron import cpu as megatron_cpu
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.plan import DispatchPlan
+from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.train.backends import megatron_build
-from moe_replay.train.backends.megatron_counts import counts_every_row
+from moe_replay.train.backends.megatron_plans import KnownOrder, counts_every_row, places_of
 from moe_replay.train.config.train_config import TrainConfig
 from tests.megatron.weights.models import save_checkpoint, tiny
 
@@ -93,6 +96,29 @@ def test_what_counts_every_row_is_known(folder: Path, settings: dict[str, Any]) 
 @pytest.mark.parametrize("settings", [{}, BIAS | {"moe_router_bias_update_rate": 0.0}], ids=str)
 def test_nothing_counts_every_row_by_default(folder: Path, settings: dict[str, Any]) -> None:
     assert not counts_every_row(recipe(folder, megatron=settings))
+
+
+def test_a_plan_finds_the_rows_of_each_expert() -> None:
+    """What `masked_select` and `argsort` find in a map, with gradients; they keep to themselves in other shapes."""
+    rows, experts, top_k = 13, 8, 3
+    topology = MoeTopology(4, (MoeLayer(1, experts, top_k), MoeLayer(3, experts, top_k)))
+    chosen = {layer: torch.rand(rows, experts).topk(top_k).indices for layer in (1, 3)}
+    plan = DispatchPlan.of(RouteBatch.recorded(chosen, topology), {1: experts, 3: experts})
+    assert plan is not None
+    for order, of_layer in zip(places_of(plan), chosen.values(), strict=True):
+        found = torch.zeros(rows, experts, dtype=torch.bool).scatter(1, of_layer, True).T.contiguous()
+        weights, planned_weights = (torch.arange(float(found.numel())).view(found.shape).requires_grad_() for _ in "ab")
+        with KnownOrder(order, found.numel()):
+            planned = planned_weights.masked_select(found)
+            assert torch.equal(found.reshape(-1).argsort(descending=True, stable=True), order)
+            assert torch.equal(weights[:2].masked_select(found[:2]), weights[:2][found[:2]])
+            assert torch.equal(found[0].argsort(stable=True), found[0].int().sort(stable=True).indices)
+        expected = weights.masked_select(found)
+        assert torch.equal(planned, expected)
+        assert torch.equal(order, found.reshape(-1).argsort(descending=True, stable=True)[: rows * top_k])
+        for values in (planned, expected):
+            (values * torch.arange(len(values))).sum().backward()
+        assert torch.equal(planned_weights.grad, weights.grad)
 
 
 def test_a_dispatcher_that_needs_equal_micro_batches_is_refused(folder: Path) -> None:

@@ -44,7 +44,7 @@ from moe_replay.utils.plugins import resolve
 if TYPE_CHECKING:
     from moe_replay.replay.adapters.megatron import AuxLoss
 
-FinishPlan = Callable[[DispatchPlan | None], DispatchPlan | None]
+FinishPlan = Callable[[DispatchPlan | None, tuple[int, ...]], DispatchPlan | None]
 """Takes the plan of a micro-batch, or None; returns what the experts are given. All ranks call it."""
 
 
@@ -174,7 +174,8 @@ class RouterReplay:
     def give_plans(self, slots: Sequence[PlanSlot], finish: FinishPlan | None = None) -> None:
         """Have routers put the plan of what they replay into the slots of the experts behind them.
 
-        finish   called in every `replay` with its plan, or None; returns the one to use: ranks may have to agree
+        finish   called in every `replay` with its plan, or None, and the layers of its batch that take one; returns the
+                 plan to use: ranks may have to agree
         """
         self._slots = {slot.layer: slot for slot in slots}
         self._finish_plan = finish
@@ -350,7 +351,7 @@ class RouterReplay:
             plan = plan.to(batch.routed_experts.device)
         elif not policy.has_margin:
             plan = self.plan_rows(batch)
-        return plan if self._finish_plan is None else self._finish_plan(plan)
+        return plan if self._finish_plan is None else self._finish_plan(plan, tuple(self._planned_experts(batch)))
 
     @contextmanager
     def _opened(self, forward_pass: ForwardPass) -> Iterator[None]:
@@ -569,7 +570,7 @@ class Replaying(_Forward):
         tokens = self._pass.given or self._pass.tokens
         ids = None if tokens is None else tokens.ids
         native = RouteBatch.recorded(routed_experts, self._topology, ids, self._rows)
-        if self._lacking is None:
+        if self._lacking is None or not native.layers:  # a pipeline chunk may have no routers
             return native
         lacking = self._lacking.select_layers(native.layers)
         return replace(native, valid=lacking.valid, all_valid=lacking.all_valid)

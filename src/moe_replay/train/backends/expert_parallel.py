@@ -14,7 +14,7 @@ the average over all ranks, whatever the shape of the grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -232,14 +232,18 @@ class PlannedTravel(NamedTuple):
 
 
 def plan_travel(
-    group: dist.ProcessGroup, num_experts: Mapping[int, int], device: torch.device, plan: DispatchPlan | None
+    group: dist.ProcessGroup,
+    num_experts: Mapping[int, int],
+    device: torch.device,
+    plan: DispatchPlan | None,
+    layers: Sequence[int],
 ) -> DispatchPlan | None:
     """Return the plan with what travels; None, on all ranks, if one of them has no plan.
 
     The counts of all layers of a micro-batch are exchanged in one collective. All ranks of the group call it.
     """
     size = group.size()
-    local = [count // size for count in num_experts.values()]
+    local = [num_experts[layer] // size for layer in layers]
     leaving = torch.full((size, sum(local)), -1, dtype=torch.int64, device=device)
     if plan is not None:
         of_layers = zip(plan.offsets.long(), plan.num_experts, strict=True)
@@ -252,17 +256,17 @@ def plan_travel(
     if plan is None or (received < 0).any():
         return None
     cuts = np.cumsum(local)[:-1]
-    layers = [
+    travels = [
         (sent_counts.sum(1).tolist(), received_counts.sum(1).tolist(), *_blocks(received_counts))
         for sent_counts, received_counts in zip(np.split(sent, cuts, 1), np.split(received, cuts, 1), strict=True)
     ]
     # One copy to the device for all layers.
-    flat = [part.ravel() for *_, blocks, counts in layers for part in (blocks, counts)]
+    flat = [part.ravel() for *_, blocks, counts in travels for part in (blocks, counts)]
     numbers = torch.from_numpy(np.concatenate(flat))
     pieces = iter(numbers.to(device).split([n for count in local for n in (4 * size * count, count)]))
     exchanges = {
         layer: PlannedTravel(sent_counts, received_counts, next(pieces).view(4, -1), next(pieces))
-        for layer, (sent_counts, received_counts, *_) in zip(num_experts, layers, strict=True)
+        for layer, (sent_counts, received_counts, *_) in zip(layers, travels, strict=True)
     }
     return replace(plan, exchanges=exchanges)
 

@@ -41,7 +41,7 @@ from moe_replay.train.backends.base import (
     apply_routing,
 )
 from moe_replay.train.backends.logprobs import Head, head_logprobs
-from moe_replay.train.backends.megatron_counts import counts_every_row, give_plans
+from moe_replay.train.backends.megatron_plans import counts_every_row, give_plans
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.ulysses import sum_over_ranks
