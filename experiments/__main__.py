@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from experiments import collapse, cost, edge, faults, growth, layers, mismatch, precision, remedies, results
+from experiments import (
+    collapse,
+    cost,
+    edge,
+    faults,
+    growth,
+    large,
+    layers,
+    mismatch,
+    precision,
+    remedies,
+    results,
+    training,
+)
 from experiments.study import draw, table_text
 
 STUDIES = (
@@ -14,12 +27,14 @@ STUDIES = (
     layers.STUDY,
     cost.STUDY,
 )
+PLANNED = (training.STUDY, large.STUDY)
+"""By `plan.md`; no arm of them has been run yet."""
 
 
 def main() -> None:
     """Go through the studies; those without results are named."""
-    for study in STUDIES:
-        runs = results.read(study.arms)
+    for study in (*STUDIES, *PLANNED):
+        runs = results.read(study.arms, study.folder)
         print(f"\n## {study.name}: {study.question}\n")
         if runs:
             print(table_text(study.table(runs)), draw(study, runs), sep="\n\n")

@@ -24,7 +24,7 @@ import torch
 
 from experiments.model import END_ID, IDS, batch_of, build_model, draw_batches, learn
 from experiments.scales import TINY, Scale
-from experiments.task import Problem, problems
+from experiments.task import problems
 from moe_replay.demo.files import default_cache
 from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.records import SamplingParams
@@ -60,7 +60,7 @@ def trained_model(folder: Path, scale: Scale) -> Qwen3MoeForCausalLM:
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
-    batches: list[list[Problem]] = []
+    batches: list[list[list[int]]] = []
     began = time.monotonic()
     for step in range(scale.steps):
         if not batches:

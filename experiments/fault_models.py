@@ -16,7 +16,7 @@ import torch
 
 from experiments.model import PAD_ID, batch_of, build_model, draw_batches, learn
 from experiments.scales import TINY, Scale
-from experiments.task import Problem, build_tokenizer
+from experiments.task import build_tokenizer
 from moe_replay.demo.warm_start import one_thread
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def new_model(scale: Scale, seed: int) -> tuple[Qwen3MoeForCausalLM, torch.optim
 def train(model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, scale: Scale, seed: int, steps: range) -> None:
     """Take these steps on worked problems; beyond `scale.steps` at the last learning rate of the schedule."""
     model.train()
-    began, batches = time.monotonic(), list[list[Problem]]()
+    began, batches = time.monotonic(), list[list[list[int]]]()
     for step in steps:
         if not batches:
             batches = draw_batches(scale, 10_000 * (seed + 1) + step)

@@ -90,7 +90,7 @@ def read(arms: Iterable[Arm], folder: Path = FOLDER) -> list[Result]:
         path = folder / f"{arm.name}.json"
         if path.exists():
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["arm"] != asdict(arm):
+            if Arm(**content["arm"]) != arm:  # results are older than some fields of an arm
                 raise ValueError(f"{path}: of {content['arm']}, not of {asdict(arm)}")
             metrics = {
                 key: np.array([math.nan if value is None else value for value in values], np.float64)

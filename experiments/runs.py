@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments import results
 from experiments.arms import Arm
 from experiments.model import prepare
-from experiments.scales import SCALES, Scale
+from experiments.scales import Scale
 from moe_replay.errors import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +26,7 @@ LAST_S = 45.0
 
 def run_arms(
     arms: Sequence[Arm],
+    scale: Scale,
     device: str,
     work: Path,
     *,
@@ -34,7 +35,6 @@ def run_arms(
     into: Path = results.FOLDER,
 ) -> bool:
     """Run the arms that have no finished result; return whether all of them have one now."""
-    scale = SCALES[device]
     until = time.monotonic() + 60 * minutes
     data = prepare(scale, device, work, minutes)
     waiting = [arm for arm in arms if not any(run.finished for run in results.read([arm], into))]

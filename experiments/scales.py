@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """Model, pre-training and RL of one size of the study.
 
+    task             problems: `task.py`, or `long_task.py` with a vocabulary of its own
+    vocabulary       rows of the embedding; the most tokens of the tokenizer
     hidden, expert, layers, experts, top_k, heads   of the model; the first of its layers is dense
+    context          positions of the model, and the longest sequence of the engine
     taught           fewest and most steps of the problems of pre-training
     asked            of the problems of RL, which go beyond those
     batch_tokens     of a step of pre-training
@@ -17,9 +22,14 @@ class Scale:
     lr               of pre-training, after `warmup` steps
     rl_steps         of a run, each one rollout and its updates
     prompts, samples a step; max_tokens of a completion
+    kv_gib           KV cache of the engine
     """
 
     name: str
+    task: Literal["short", "long"] = "short"
+    vocabulary: int = 64
+    context: int = 1024
+    kv_gib: int = 2
     hidden: int
     expert: int
     layers: int
@@ -88,4 +98,37 @@ TINY = Scale(
 )
 """Seconds on a CPU; its numbers mean nothing."""
 
-SCALES = {"cuda": GPU, "cpu": TINY}
+LARGE = Scale(
+    name="large",
+    task="long",
+    vocabulary=4096,
+    hidden=512,
+    expert=128,
+    layers=33,
+    experts=64,
+    top_k=8,
+    heads=8,
+    context=2560,
+    taught=(4, 100),
+    asked=(80, 104),
+    batch_tokens=65536,
+    steps=600,
+    lr=6e-4,
+    warmup=60,
+    rl_steps=12,
+    prompts=32,
+    samples=8,
+    max_tokens=2048,
+    kv_gib=24,
+    eval_prompts=128,
+    eval_every=4,
+)
+"""434 million parameters in 32 MoE layers, of which a token uses 81 million; completions of 1,000 tokens and more."""
+
+TINY_LONG = replace(TINY, name="tiny-long", task="long", vocabulary=512, context=512, max_tokens=32)
+"""The same for the long problems."""
+
+Scales = Mapping[str, Scale]
+"""By device."""
+SCALES: Scales = {"cuda": GPU, "cpu": TINY}
+LARGE_SCALES: Scales = {"cuda": LARGE, "cpu": TINY_LONG}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from experiments import results
 from experiments.arms import Arm
 from experiments.results import Result
-from experiments.scales import SCALES
+from experiments.scales import SCALES, Scales
 from moe_replay.demo.files import default_cache
 from moe_replay.errors import MissingExtraError
 
@@ -26,6 +26,8 @@ class Study:
 
     draw    takes a matplotlib figure and the results of those arms that have been run
     table   takes the same results, returns the rows of a table, its header first
+    scales  model and length of its runs, by device
+    folder  of its results
     """
 
     name: str
@@ -34,6 +36,8 @@ class Study:
     draw: Callable[[Any, Sequence[Result]], None]
     table: Callable[[Sequence[Result]], list[list[str]]]
     size: tuple[float, float] = (9.0, 3.4)
+    scales: Scales = field(default_factory=lambda: SCALES)
+    folder: Path = results.FOLDER
 
 
 def with_seeds(arms: Sequence[Arm], seeds: Sequence[int] = SEEDS) -> tuple[Arm, ...]:
@@ -81,22 +85,24 @@ def table_text(rows: Sequence[Sequence[str]]) -> str:
 def main(study: Study) -> None:
     """Run what is missing, then print the table and draw the figure."""
     options = argparse.ArgumentParser(description=study.question)
-    options.add_argument("--device", choices=SCALES, default="cpu")
+    options.add_argument("--device", choices=study.scales, default="cpu")
     options.add_argument("--draw", action="store_true", help="only draw what has been run")
     options.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command continues")
     options.add_argument("--together", type=int, default=1, help="runs at the same time on the device")
     options.add_argument("--seeds", type=int, nargs="+", help="only these")
-    options.add_argument("--work", type=Path, default=default_cache() / "experiments", help="folder of model and runs")
+    work = default_cache() / "experiments" / ("" if study.folder == results.FOLDER else study.name)
+    options.add_argument("--work", type=Path, default=work, help="folder of model and runs")
     options.add_argument("--results", type=Path, help="results folder; on the CPU, inside the folder of runs")
     options.add_argument("--figures", type=Path, help="figures folder; on the CPU, the results folder")
     chosen = options.parse_args()
     is_tiny = chosen.device == "cpu" and not chosen.draw  # tiny runs are not results
-    into = chosen.results or (chosen.work / "tiny-results" if is_tiny else results.FOLDER)
+    into = chosen.results or (chosen.work / "tiny-results" if is_tiny else study.folder)
     arms = [arm for arm in study.arms if chosen.seeds is None or arm.seed in chosen.seeds]
     if not chosen.draw:
         from experiments.runs import run_arms
 
-        run_arms(arms, chosen.device, chosen.work, together=chosen.together, minutes=chosen.minutes, into=into)
+        scale = study.scales[chosen.device]
+        run_arms(arms, scale, chosen.device, chosen.work, together=chosen.together, minutes=chosen.minutes, into=into)
     runs = results.read(study.arms, into)
     if not runs:
         print(f"{study.name}: nothing has been run")

@@ -9,7 +9,7 @@ The reward looks at the number after the last `#` alone. One token is one charac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,18 +102,20 @@ def story(random: Random, steps: int) -> Problem:
 KINDS = (arithmetic, program, story)
 
 
-def problems(random: Random, steps: tuple[int, int], *, held_out: bool) -> Iterator[Problem]:
+def problems(
+    random: Random, steps: tuple[int, int], *, held_out: bool, kinds: Sequence[Callable[[Random, int], Problem]] = KINDS
+) -> Iterator[Problem]:
     """Yield problems without end, of `steps[0]` to `steps[1]` steps; held-out ones only, or none of them."""
     while True:
-        problem = random.choice(KINDS)(random, random.randint(*steps))
+        problem = random.choice(kinds)(random, random.randint(*steps))
         if problem.is_held_out == held_out:
             yield problem
 
 
-def rows(count: int, seed: int, steps: tuple[int, int], *, held_out: bool) -> list[dict[str, str]]:
-    """Return that many different problems as rows of a data set, the same ones for the same seed."""
+def rows(count: int, lessons: Iterator[Problem]) -> list[dict[str, str]]:
+    """Return that many different problems as rows of a data set."""
     different: dict[str, Problem] = {}
-    for problem in problems(Random(seed), steps, held_out=held_out):
+    for problem in lessons:
         different[problem.prompt] = problem
         if len(different) == count:
             break

@@ -16,13 +16,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-from experiments import results, task
-from experiments.__main__ import STUDIES
+from experiments import large, long_task, results, task
+from experiments.__main__ import PLANNED, STUDIES
 from experiments.arms import Arm
-from experiments.model import build_model, judge, pretrain
+from experiments.model import build_model, encoded, judge, language_of, pretrain
 from experiments.results import Result
 from experiments.runs import output_of, run_arms
-from experiments.scales import GPU, TINY
+from experiments.scales import TINY, TINY_LONG, Scale
 from experiments.study import draw, table_text
 from moe_replay.train.config.train_config import TrainConfig
 
@@ -55,8 +55,8 @@ def test_a_program_is_worked_as_python_would_run_it() -> None:
 
 
 def test_problems_to_train_on_and_held_out_ones_are_different() -> None:
-    trained = {row["prompt"] for row in task.rows(200, 0, (1, 2), held_out=False)}
-    held_out = {row["prompt"] for row in task.rows(50, 0, (1, 2), held_out=True)}
+    trained = {row["prompt"] for row in task.rows(200, task.problems(Random(0), (1, 2), held_out=False))}
+    held_out = {row["prompt"] for row in task.rows(50, task.problems(Random(0), (1, 2), held_out=True))}
     assert len(trained) == 200
     assert not trained & held_out
 
@@ -76,16 +76,65 @@ def test_a_character_is_a_token() -> None:
         assert tokenizer.unk_token_id not in ids
 
 
+@pytest.mark.parametrize("kind", long_task.KINDS)
+def test_long_problems_are_worked_step_by_step(kind: object) -> None:
+    for seed in range(20):
+        problem = kind(Random(seed), 90)  # type: ignore[operator]
+        assert [int(step.split()[0]) for step in problem.steps] == list(range(90, 0, -1))
+        assert problem.solution == solved(problem.prompt)
+        assert task.exact([""], [problem.worked], [problem.solution]) == [1.0]
+
+
+def solved(prompt: str) -> str:
+    """Solve a long problem by its text."""
+    if "; one a day: " in prompt:
+        owned, told, after = prompt.split("; ")
+        total, events = int(owned.split()[2]), told.removeprefix("one a day: ").split(" then ")
+        for day in range(int(after.split()[1])):
+            name, _, count = events[day % len(events)].partition(" ")
+            total = {"gains": total + int(count or 0), "loses": total - int(count or 0), "doubles": 2 * total}[
+                name
+            ] % 1000
+        return str(total)
+    begin, rule, _ = prompt.split("; ")
+    values = {name: int(value) for name, value in (part.split("=") for part in begin.split())}
+    times, rule = rule.split(" times: ")
+    (first, *others) = values
+    if others:
+        more = int(re.findall(r"\+(\d+)\)%100$", rule)[0])
+        for _ in range(int(times)):
+            total = (values[first] + values[others[0]]) % 1000
+            values = {first: total, others[0]: (values[others[0]] + more) % 100}
+    else:
+        factor, more = map(int, re.findall(r"\*(\d+)\+(\d+)\)%1000$", rule)[0])
+        for _ in range(int(times)):
+            value = values[first]
+            values[first] = value // 2 if value % 2 == 0 else (value * factor + more) % 1000
+    return str(values[first])
+
+
+def test_the_trained_tokenizer_reads_prompts_as_in_rl_and_loses_nothing() -> None:
+    language = language_of(TINY_LONG)
+    assert len(language.tokenizer) == TINY_LONG.vocabulary
+    for problem in islice(language.lessons(Random(0), (2, 9), held_out=True), 20):
+        ids = encoded(problem, language.encode)
+        assert ids[: len(language.encode(problem.prompt))] == language.tokenizer(problem.prompt)["input_ids"]
+        assert language.tokenizer.decode(ids[:-1]) == problem.prompt + problem.worked
+        assert ids[-1] == language.tokenizer.eos_token_id
+        assert language.tokenizer.unk_token_id not in ids
+
+
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_pretraining_in_two_calls_is_the_same_as_in_one(tmp_path: Path) -> None:
-    whole, halves = build_model(TINY), build_model(TINY)
-    assert pretrain(whole, TINY, tmp_path / "none", "cpu", until=float("inf"))
-    assert not pretrain(halves, TINY, tmp_path, "cpu", until=0.0)  # one step a call
-    again = build_model(TINY)
-    assert pretrain(again, TINY, tmp_path, "cpu", until=float("inf"))
+@pytest.mark.parametrize("scale", [TINY, TINY_LONG], ids=lambda scale: scale.name)
+def test_pretraining_in_two_calls_is_the_same_as_in_one(scale: Scale, tmp_path: Path) -> None:
+    whole, halves, language = build_model(scale), build_model(scale), language_of(scale)
+    assert pretrain(whole, scale, tmp_path / "none", "cpu", float("inf"), language)
+    assert not pretrain(halves, scale, tmp_path, "cpu", 0.0, language)  # one step a call
+    again = build_model(scale)
+    assert pretrain(again, scale, tmp_path, "cpu", float("inf"), language)
     for name, weight in whole.state_dict().items():
         assert weight.equal(again.state_dict()[name]), name
 
@@ -93,22 +142,22 @@ def test_pretraining_in_two_calls_is_the_same_as_in_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_routers_that_prefer_one_expert_show_it() -> None:
     model = build_model(TINY)
-    even = judge(model, TINY, "cpu")
+    even = judge(model, TINY, "cpu", language_of(TINY))
     for layer in model.model.layers[1:]:
         layer.mlp.gate.weight.data[1:] = 0
         layer.mlp.gate.weight.data[0] *= 1e4
-    uneven = judge(model, TINY, "cpu")
+    uneven = judge(model, TINY, "cpu", language_of(TINY))
     assert max(uneven["routers/largest_load"]) > max(even["routers/largest_load"])  # type: ignore[call-overload]
 
 
 # ---- runs and results ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+@pytest.mark.parametrize("study", [*STUDIES, *PLANNED], ids=lambda study: study.name)
 def test_every_arm_is_a_valid_recipe_and_has_its_own_name(study: object) -> None:
     arms = study.arms  # type: ignore[attr-defined]
     for arm in arms:
-        for scale, device in ((GPU, "cuda"), (TINY, "cpu")):
+        for device, scale in study.scales.items():  # type: ignore[attr-defined]
             TrainConfig.model_validate(arm.settings(scale, Path("data"), Path("out"), device))
     assert len({arm.name for arm in arms}) == len(set(arms)) == len(arms)
 
@@ -118,7 +167,7 @@ def test_every_arm_is_a_valid_recipe_and_has_its_own_name(study: object) -> None
 @pytest.mark.whole_runs
 def test_an_arm_is_run_once_and_its_result_says_what_it_came_from(tmp_path: Path) -> None:
     into = tmp_path / "results"
-    assert run_arms([ARM], "cpu", tmp_path, into=into)
+    assert run_arms([ARM], TINY, "cpu", tmp_path, into=into)
     (result,) = results.read([ARM], into)
     assert result.finished
     assert result.steps == TINY.rl_steps
@@ -129,7 +178,7 @@ def test_an_arm_is_run_once_and_its_result_says_what_it_came_from(tmp_path: Path
     assert '"digest": "sha256:' in text
     log = output_of(ARM, tmp_path) / "metrics.jsonl"
     before = log.read_bytes()
-    assert run_arms([ARM], "cpu", tmp_path, into=into)  # nothing is left to do
+    assert run_arms([ARM], TINY, "cpu", tmp_path, into=into)  # nothing is left to do
     assert log.read_bytes() == before
 
 
@@ -164,7 +213,7 @@ def test_a_collapse_is_a_fall_below_half_of_the_best(reward: list[float], step: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+@pytest.mark.parametrize("study", [*STUDIES, large.STUDY], ids=lambda study: study.name)
 def test_figures_and_tables_are_made_from_whatever_has_been_run(study: object, tmp_path: Path) -> None:
     arms = study.arms  # type: ignore[attr-defined]
     for chosen in (arms, arms[:1]):
