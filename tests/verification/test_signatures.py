@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,6 +142,14 @@ def test_routers_that_differ_alone_are_named(model: nn.Module, samples: list[Sam
     signature = Signature.of(attribute(model, samples))
     assert likely_faults(replace(signature, first_layer=0.6, worst_layer=0.5)) == (s.ROUTERS,)
     assert likely_faults(replace(signature, k3_native=1.0)) == (s.PRECISION,)
+
+
+@pytest.mark.parametrize("distance", [-1e4, 400.0, 1e4])
+def test_log_probs_far_apart_are_beyond_the_limits(model: nn.Module, samples: list[Sample], distance: float) -> None:
+    moved = [replace(sample, logprobs=sample.logprobs - np.float32(distance)) for sample in samples]
+    signature = Signature.of(attribute(model, moved))
+    assert is_beyond(asdict(signature), "k3")
+    assert is_beyond(asdict(signature), "ratio_errors")
 
 
 def test_what_is_not_a_number_is_beyond_every_limit() -> None:

@@ -361,9 +361,7 @@ def _unpadded(batch: Tensor | Sequence[TokenIds], mask: Tensor | None) -> list:
     return [sample[is_token] for sample, is_token in zip(batch, mask.bool(), strict=True)]
 
 
-def _check_zeros_can_say_it(
-    trace: RouteTrace, topology: MoeTopology, project: str, sample: int | None = None
-) -> None:
+def _check_zeros_can_say_it(trace: RouteTrace, topology: MoeTopology, project: str, sample: int | None = None) -> None:
     """Raise unless zeros at the end can say which tokens have no route: all tokens before them have one."""
     covered = covered_prefix(trace, topology, project)
     if topology.top_k == 1 and covered < len(trace) - 1:

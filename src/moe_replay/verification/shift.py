@@ -1,7 +1,7 @@
 """The shift test: how well native and replayed routes agree when one of them is moved by tokens and by layers.
 
 Aligned routes agree most where nothing is moved. What is kept are sums, so that micro-batches and ranks add up and
-every rank can judge the same whole (`verdict.py`).
+every rank can judge the same whole (`alignment_verdict.py`).
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ def experts_counted(native: RouteBatch, replayed: RouteBatch) -> int:
 
     Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
     """
-    return max(native.num_experts or 0, replayed.num_experts or 0, (replayed.max_expert or 0) + 1)
+    largest = max(batch.max_expert or 0 for batch in (native, replayed))
+    return max(native.num_experts or 0, replayed.num_experts or 0, largest + 1)
 
 
 def check_comparable(native: RouteBatch, replayed: RouteBatch, layout: TokenLayout) -> None:

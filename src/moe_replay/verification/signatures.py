@@ -107,10 +107,10 @@ class Signature:
 
 def _ratio_errors(mismatch: dict[str, float], tokens: int) -> float:
     """Return |mean ratio - 1| in standard errors, from the mean and the effective sample size."""
-    if not mismatch:
+    mean, fraction = mismatch.get("ratio/mean", math.nan), mismatch.get("ess", math.nan)
+    if math.isnan(mean) or not fraction > 0:  # log-probs that are none, or too far apart for float64
         return math.nan
-    mean = mismatch["ratio/mean"]
-    variance = mean**2 * max(1 / mismatch["ess"] - 1, 0.0)
+    variance = mean * mean * max(1 / fraction - 1, 0.0)
     return abs(mean - 1) / math.sqrt(variance / tokens) if variance > 0 else 0.0
 
 
