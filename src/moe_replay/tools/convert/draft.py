@@ -62,7 +62,6 @@ class Setting:
 class Draft:
     """Settings by dotted key, and remarks in the order in which they came up."""
 
-    trainer: str
     settings: dict[str, Setting] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # options without a counterpart that do not change what is learned
     # reasons why the recipe is not the run of the command: "subject: option: reason"
@@ -108,15 +107,16 @@ class Draft:
         """Note an option that has another meaning or form here."""
         self.changes.append(f"{option}: {reason}")
 
-    def number(self, text: str, default: float, shown: str, key: str) -> float:
-        """Return an option as a number; the default, with a remark, if it is none."""
+    def number(self, text: str, default: float, shown: str, key: str, least: float = -math.inf) -> float:
+        """Return an option as a number of at least `least`; the default, with a remark, if it is none."""
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if math.isfinite(number):
+        if math.isfinite(number) and number >= least:
             return number
-        self.remark(shown, f"not a number; {default} was used instead", subject_of(key) or UNKNOWN)
+        problem = "not a number" if math.isnan(number) else "an impossible number"
+        self.remark(shown, f"{problem}; {default} was used instead", subject_of(key) or UNKNOWN)
         return default
 
     def micro_batch(self, sequences: float, length: int, source: str) -> None:
