@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -291,15 +291,8 @@ def _rates(place: np.ndarray, agrees: np.ndarray, covered: np.ndarray, count: in
 
 
 def _alignment(report: VerifyReport) -> AlignmentSummary:
-    verdict = report.verdict
     return AlignmentSummary(
-        status=verdict.status,
-        cause=verdict.cause.value,
-        detail=verdict.detail,
-        layers=verdict.layers,
-        samples=verdict.samples,
-        layer_shift=verdict.layer_shift,
-        token_shift=verdict.token_shift,
+        **asdict(report.verdict),
         covered=report.covered,
         notes=report.notes,
         shifts=SHIFTS,

@@ -199,9 +199,8 @@ def shift_table(
     layout: TokenLayout,
     *,
     rows: np.ndarray | None = None,
-    layers: tuple[int, ...] | None = None,
 ) -> ShiftTable:
-    """Return the table of these routes: over all rows that hold a token, or `rows` (n,); of all layers, or `layers`.
+    """Return the table of these routes: over all rows that hold a token, or `rows` (n,).
 
     native and replayed have the same layers and rows. Does not synchronize with the device.
     """
@@ -212,27 +211,20 @@ def shift_table(
     here, moved, exists = (to_device(array, device) for array in (picked, near, inside))
     experts = experts_counted(native, replayed)
     table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
-    measured = np.array([native.layers.index(layer) for layer in (native.layers if layers is None else layers)])
     index = np.searchsorted(table.layers, native.layers)  # of each slot in the table
     count = len(native.layers)
-    around = measured[:, None] + np.array(SHIFTS)  # (l, S)
-    examined = np.unique(around[(around >= 0) & (around < count)])
-    for part in chunks(examined, len(picked) * native.top_k):
+    for part in chunks(np.arange(count), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
         slots, rank = (to_device(array, device) for array in (part, index[part]))
-        table.loads[rank, 1] = loads_of(
-            replayed.routed_experts[slots][:, here], replayed.valid[slots][:, here], experts
-        )
-    for part in chunks(np.arange(len(measured)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
-        slots, rank = (to_device(array, device) for array in (measured[part], index[measured[part]]))
         chosen = native.routed_experts[slots][:, here]  # (l, n, K)
         counted = replayed.valid[slots][:, here]  # (l, n)
         table.loads[rank, 0] = loads_of(chosen, counted, experts)
+        table.loads[rank, 1] = loads_of(replayed.routed_experts[slots][:, here], counted, experts)
         after = HERE + 1
         follows = counted & exists[after] & native.valid[slots][:, moved[after]]
         overlap = expert_overlap(chosen, native.routed_experts[slots][:, moved[after]]).double() * follows
         table.next_token_overlap[rank] = torch.stack([overlap.sum(1), follows.sum(1, dtype=torch.float64)], 1)
 
-        near_slots = to_device(around[part], device)
+        near_slots = to_device(part[:, None] + np.array(SHIFTS), device)  # (l, S)
         inside_model = ((near_slots >= 0) & (near_slots < count))[..., None, None]
         there = near_slots.clamp(0, count - 1)[..., None, None]  # (l, S, 1, 1)
         both = replayed.valid[there, moved] & exists & counted[:, None, None] & inside_model  # (l, S, S, n)

@@ -132,35 +132,35 @@ def is_beyond(numbers: Mapping[str, Any], field: str, limits: GateLimits = GATE)
     return not (value >= limit if field in LOWER else value <= limit)
 
 
-def gate(attribution: Attribution, limits: GateLimits = GATE) -> list[str]:
+def gate(attribution: Attribution) -> list[str]:
     """Return the lines of `judge` for an attribution; without log-probs, of its agreement alone."""
-    return judge(Signature.of(attribution), tuple(NUMBERS) if attribution.passes else LOWER, limits)
+    return judge(Signature.of(attribution), tuple(NUMBERS) if attribution.passes else LOWER)
 
 
-def judge(signature: Signature, names: Sequence[str] = tuple(NUMBERS), limits: GateLimits = GATE) -> list[str]:
+def judge(signature: Signature, names: Sequence[str] = tuple(NUMBERS)) -> list[str]:
     """Return a line for each of these numbers beyond its limit, and one with the faults that look like this.
 
     Empty if no number is beyond its limit and routes are not misaligned.
     """
     numbers = asdict(signature)
-    beyond = [name for name in names if is_beyond(numbers, name, limits)]
     lines = []
-    for name in beyond:
-        side = "less" if name in LOWER else "more"
-        lines.append(f"{NUMBERS[name]} is {numbers[name]:.3g}, {side} than {getattr(limits, name):g}")
-    if beyond or signature.cause not in NO_FAULT:
-        lines.append(f"likely fault: {'; or '.join(likely_faults(signature, limits))}")
+    for name in names:
+        if is_beyond(numbers, name):
+            side = "less" if name in LOWER else "more"
+            lines.append(f"{NUMBERS[name]} is {numbers[name]:.3g}, {side} than {getattr(GATE, name):g}")
+    if lines or signature.cause not in NO_FAULT:
+        lines.append(f"likely fault: {'; or '.join(likely_faults(signature))}")
     return lines
 
 
-def likely_faults(signature: Signature, limits: GateLimits = GATE) -> tuple[str, ...]:
+def likely_faults(signature: Signature) -> tuple[str, ...]:
     """Return the faults whose signature is most like this one; meaningful where a number is beyond its limit."""
     numbers = asdict(signature)
-    differs = is_beyond(numbers, "k3", limits) or is_beyond(numbers, "f2", limits)
-    reroutes = is_beyond(numbers, "agreement", limits) or is_beyond(numbers, "worst_layer", limits)
+    differs = is_beyond(numbers, "k3") or is_beyond(numbers, "f2")
+    reroutes = is_beyond(numbers, "agreement") or is_beyond(numbers, "worst_layer")
     if signature.cause not in NO_FAULT:
         return (f"{MISPLACED}, {signature.cause}",)
-    if is_beyond(numbers, "ratio_errors", limits):
+    if is_beyond(numbers, "ratio_errors"):
         return (TRUNCATED,)
     if differs and signature.k3 > signature.k3_native:
         return (MISPLACED,)
