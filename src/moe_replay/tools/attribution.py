@@ -82,7 +82,6 @@ def attribute_traces(
     model: nn.Module,
     traces: Sequence[RouteTrace],
     *,
-    replay: RouterReplay | None = None,
     tokens_per_micro_batch: int = 8192,
     packed: bool = True,
     labels: Mapping[str, str] | None = None,
@@ -91,7 +90,7 @@ def attribute_traces(
     if not traces:
         raise AttributionError("no traces to compare")
     trajectories = [_unscored(trace, number) for number, trace in enumerate(traces)]
-    with prepared(model, replay) as controller:
+    with prepared(model, None) as controller:
         parts = [
             _native_pass(model, controller, batch)
             for batch in _micro_batches(model, trajectories, tokens_per_micro_batch, packed)

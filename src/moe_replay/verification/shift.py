@@ -72,11 +72,6 @@ class ShiftTable:
             unit_counts=zeros(*COUNTS_SHAPE),
         )
 
-    @property
-    def num_experts(self) -> int:
-        """Experts that loads are counted for."""
-        return self.loads.shape[-1] - 1
-
     # ---- adding up ----------------------------------------------------------------------------------------------
 
     def vector(self) -> Tensor:

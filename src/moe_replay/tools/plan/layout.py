@@ -76,10 +76,8 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         if not 0 <= rank < self.parallel.world:
             raise IndexError(f"rank {rank} is out of range: ranks are 0 to {self.parallel.world - 1}")
-        coordinates = {name: int(value[0]) for name, value in self.parallel.coordinates(np.array([rank])).items()}
-        stage = self.stages[coordinates["pp"]]
-        shard = coordinates["tp"] if self.parallel.sequence_shards > 1 else 0
-        tokens = int(self.token_rows[coordinates["cp"], shard])
+        coordinates = {name: int(ranks[rank]) for name, ranks in self.parallel.coordinates().items()}
+        stage, tokens = self.stages[coordinates["pp"]], int(self.table["token_rows"][rank])
         return RankPlan(rank, coordinates, stage.routing_layers, self.rows, tokens, stage.batch_bytes)
 
     @cached_property
