@@ -29,7 +29,7 @@ class RowScores(NamedTuple):
     max_agreement: Tensor  # (..., R) its largest possible value; 0 for rows without routes
     top_k: int
 
-    def at_chance(self, min_tokens: int = MIN_TOKENS) -> tuple[Tensor, Tensor]:
+    def at_chance(self) -> tuple[Tensor, Tensor]:
         """Return which groups of rows can be judged, and which of them agree no better than chance, (...) bool each.
 
         A group is the rows of the last dimension. Does not synchronize with the device.
@@ -39,7 +39,7 @@ class RowScores(NamedTuple):
         residual = torch.addcmul(self.agreement, level[..., None], self.max_agreement, value=-1).square().sum(-1)
         # Adds binomial variance to that of the rows: a few identical rows prove little.
         margin = residual.add(possible, alpha=1 / (4 * self.top_k)).sqrt() * CERTAIN / possible
-        judged = (rows >= min_tokens) & (margin < FLOOR)
+        judged = (rows >= MIN_TOKENS) & (margin < FLOOR)
         return judged, judged & (level + margin < FLOOR)
 
 
