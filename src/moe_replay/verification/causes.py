@@ -233,6 +233,8 @@ def _where(evidence: Evidence) -> str:
 def _which_tokens(evidence: Evidence) -> str:
     """Return in words which tokens of samples are wrong, where that can be said; empty where all are."""
     samples, covered = _by_sample(evidence), evidence.replayed.valid.any(0).numpy()
+    if len(evidence.rows) == covered.sum():
+        return ""
     first = {int(rows[0] - evidence.starts[sample]) for sample, rows in samples}
     # One token more may be right by chance.
     to_the_end = all(not covered[rows[-1] + 2 : evidence.starts[sample + 1]].any() for sample, rows in samples)
