@@ -38,7 +38,7 @@ from moe_replay.errors import MoeReplayError
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.tools.attribution import attribute
 from moe_replay.verification.attribution import R3
-from moe_replay.verification.signatures import GATE, LOWER, NO_FAULT, NUMBERS, GateLimits, Signature, is_beyond, judge
+from moe_replay.verification.signatures import GATE, LOWER, NO_FAULT, NUMBERS, Signature, is_beyond, judge
 from tests.verification.faults import GALLERY, Traces, another_micro_batch, stale_rows_of_a_cached_prefix
 from tests.verification.routes import with_routes
 
@@ -232,19 +232,19 @@ Measured = dict[str, dict[str, dict[str, Any]]]
 """Signatures by seed and arm."""
 
 
-def limits_of(measured: Measured) -> GateLimits:
+def limits_of(measured: Measured) -> dict[str, float]:
     """Return the limits that the healthy arms set, as `plan.md` says, rounded to two digits on the lenient side."""
     healthy = [*by_arm(measured)[HEALTHY], *by_arm(measured)[HEALTHY_AGAIN]]
     limits = {}
-    for limit in fields(GateLimits):
-        values = [one[limit.name] for one in healthy]
-        if limit.name in LOWER:
-            limits[limit.name] = floor(100 * (1 - MARGIN * (1 - min(values)))) / 100
+    for name in GATE:
+        values = [one[name] for one in healthy]
+        if name in LOWER:
+            limits[name] = floor(100 * (1 - MARGIN * (1 - min(values)))) / 100
         else:
             bound = MARGIN * max(values)
             unit = 10.0 ** (floor(log10(bound)) - 1)
-            limits[limit.name] = float(f"{ceil(bound / unit) * unit:.1e}")
-    return GateLimits(**limits)
+            limits[name] = float(f"{ceil(bound / unit) * unit:.1e}")
+    return limits
 
 
 def catches(arms: Sequence[dict[str, Any]], is_caught: Callable[[dict[str, Any]], bool]) -> str:
@@ -253,15 +253,14 @@ def catches(arms: Sequence[dict[str, Any]], is_caught: Callable[[dict[str, Any]]
     return {0: "-", len(arms): "yes"}.get(caught, f"{caught} of {len(arms)}")
 
 
-def rows_of_catches(measured: Measured, limits: GateLimits = GATE) -> list[list[str]]:
+def rows_of_catches(measured: Measured) -> list[list[str]]:
     """Return the table of what catches what; its second row has the thresholds."""
     head, bars = ["fault", "seeds"], ["*threshold*", ""]
     tests: list[Callable[[dict[str, Any]], bool]] = []
     for field, label in NUMBERS.items():
-        limit, is_lower = getattr(limits, field), field in LOWER
         head.append(label)
-        bars.append(f"{'<' if is_lower else '>'} {limit:g}")
-        tests.append(partial(is_beyond, field=field, limits=limits))
+        bars.append(f"{'<' if field in LOWER else '>'} {GATE[field]:g}")
+        tests.append(partial(is_beyond, field=field))
     tests.append(lambda one: one["cause"] not in NO_FAULT)
     tests += [lambda one, key=key, bar=bar: one[key] > bar for key, bar in MERGE_BARS.values()]
     rows = [

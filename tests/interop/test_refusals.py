@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_replay import MoeTopology, RouteTrace, interop
+from moe_replay.errors import TraceError
 from moe_replay.interop import RouteFormatError
 from moe_replay.interop.arrays import from_npy
 from moe_replay.routes import MoeLayer
@@ -127,6 +128,8 @@ MAPPINGS = [
     {"shape": "852"},
     {"shape": [8, 5, 2.0]},
     {"shape": [8, True, 2]},
+    {"data": "", "shape": [0, 2**31, 2**31]},
+    {"data": "", "shape": [0, 10**30, 2]},
     {"dtype": "object"},
     {"dtype": "float32"},
     {"dtype": ["uint8"]},
@@ -152,6 +155,21 @@ def test_routes_of_prime_rl_that_begin_nowhere(start: object) -> None:
     sent = {"data": text_of(ROWS), "shape": [8, 5, 2], "dtype": "uint8", "start": start}
     with pytest.raises(RouteFormatError, match="impossible token"):
         interop.from_prime_rl(sent, IDS, HYBRID)
+
+
+@pytest.mark.parametrize("first", [-1, 10])
+def test_routes_of_engines_that_begin_nowhere(first: int) -> None:
+    with pytest.raises(RouteFormatError, match="impossible token"):
+        interop.from_vllm(np.concatenate([ROWS, ROWS])[: 8 - first], IDS, HYBRID, first_token=first)
+    with pytest.raises(RouteFormatError, match="impossible token"):
+        interop.from_sglang(text_of(ROWS.astype(np.int32)), IDS, HYBRID, first_token=first)
+
+
+def test_token_ids_that_are_none_are_not_blamed_on_the_engine() -> None:
+    for ids, problem in ((IDS.astype(float), "one-dimensional integers"), (IDS - 10**6, "token id out of range")):
+        with pytest.raises(TraceError, match=problem) as caught:
+            interop.from_vllm(ROWS, ids, HYBRID)
+        assert "engine" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

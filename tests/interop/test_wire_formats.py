@@ -158,6 +158,8 @@ def test_layers_of_other_stages_are_uncovered() -> None:
         ([TRACER[0].replace("[[3, 7], ", "[")], "does not fit the tokens"),
         ([TRACER[0].replace("[3, 7]", "[3, -7]", 1)], "does not fit the tokens"),
         ([TRACER[0].replace("[3, 7]", "[3, 7.5]", 1)], "does not fit the tokens"),
+        ([TRACER[0].replace("[3, 7]", "5", 1)], "does not fit the tokens"),
+        ([TRACER[0].replace("[3, 7]", "{}", 1)], "does not fit the tokens"),
         (["x" * 10**7], "line 1 .* too long"),
         ([], "nothing of step 0"),
     ],
@@ -180,6 +182,8 @@ def test_digests_of_nemo_rl_tell_which_samples_have_these_routes() -> None:
         ("tq_fetch_sample train", "b", False),
     ]
     assert interop.check_nemo_rl_digests(DIGESTS, {"c": trace}, TOPOLOGY) == []
+    without_key = ['{"event": "tq_fetch_sample", "key": ["a"], "routed_experts": {}}']
+    assert interop.check_nemo_rl_digests(without_key, {"a": trace}, TOPOLOGY) == []
 
 
 @pytest.mark.parametrize(

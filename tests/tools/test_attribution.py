@@ -340,6 +340,11 @@ def test_other_json_is_refused(text: str) -> None:
         Attribution.from_json(text)
 
 
+def test_damaged_json_is_refused(healthy: Attribution) -> None:
+    with pytest.raises(AttributionError):
+        Attribution.from_json(healthy.to_json().replace('"2": ', '"two": '))
+
+
 def test_the_table_has_a_column_for_each_pass(healthy: Attribution) -> None:
     lines = str(healthy).splitlines()
     assert lines[0] == "model tiny"

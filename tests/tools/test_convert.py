@@ -242,6 +242,17 @@ def test_what_does_not_change_the_run_is_listed_as_lost(flags: str, told: str, t
         ("--min_lr 1e-6", "optimizer: --min_lr 1e-6: the learning rate decays to 0"),
         ("--router_replay_mode R4", "replay: --router_replay_mode R4: replay.mode: Input should be"),
         ("--num_generations many", "sampling: --num_generations many: not a number; 8 was used instead"),
+        ("--num_generations 0", "sampling: --num_generations 0: an impossible number; 8 was used instead"),
+        ("--global_batch_size 0", "unknown option: --global_batch_size 0: an impossible number; 16 was used instead"),
+        ("--steps_per_generation 0", "loss: --steps_per_generation 0: an impossible number"),
+        ("--lr_warmup_fraction some", "optimizer: --lr_warmup_fraction some: not a number; 0.0 was used instead"),
+        ("--epsilon", "loss: --epsilon: "),
+        ("--columns [1]", "data: --columns [1]: not a JSON object; set data.columns"),
+        ("--system a b.txt", "data: --system a b.txt: a file: put its text into data.system"),
+        (
+            "--vllm_engine_kwargs [1]",
+            "unknown option: --vllm_engine_kwargs [1]: not a JSON object; set rollout.options",
+        ),
         ("--vllm_engine_kwargs nonsense", "unknown option: --vllm_engine_kwargs nonsense: not a JSON object"),
         ("--no_such_option 3", "unknown option: --no_such_option 3: whether it changes the run is not known"),
     ],
@@ -257,6 +268,12 @@ def test_what_makes_another_run_is_a_reason_for_status_1(
     assert f"#   {told}" in printed.out.partition("# Not the run of this command yet:\n")[2].partition("\n#\n")[0]
     assert f"not the same run yet: {told}" in printed.err
     assert loaded(printed.out, tmp_path).model.path == "m"
+
+
+def test_ranks_in_a_word_of_torchrun() -> None:
+    text, reasons = convert("swift", [f"NPROC_PER_NODE=gpu swift rlhf {MINIMAL}"])
+    assert "torchrun --nproc-per-node gpu -m moe_replay.cli.main train" in text
+    assert "sampling: NPROC_PER_NODE=gpu: how many ranks there are is not said; 1 was assumed" in reasons
 
 
 def test_values_that_mean_nothing_are_no_reason(tmp_path: Path) -> None:
@@ -535,6 +552,11 @@ def test_a_file_a_text_and_words_give_the_same(tmp_path: Path, capsys: pytest.Ca
     assert loaded(printed[0], tmp_path).model.path == "m"
 
 
+def test_a_command_that_ends_with_the_name_of_a_yaml_file_is_no_file() -> None:
+    words = ["data.train_files=d.parquet", "actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml"]
+    assert convert("verl", [" ".join(words)]) == convert("verl", words)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -618,7 +640,7 @@ def test_a_hydra_file_of_verl(tmp_path: Path) -> None:
         "actor_rollout_ref:\n  model: {path: m}\n"
         "  actor: {router_replay: {mode: R3}, optim: {lr: 1e-6}}\n"
         "  rollout: {n: 4, prompt_length: '${data.max_prompt_length}', response_length: '${oc.select:a,8}'}\n"
-        "trainer: {logger: [console, tensorboard], resume_mode: disable}\n"
+        "trainer: {logger: [console, tensorboard], resume_mode: disable, experiment_name: 2026-08-01}\n"
     )
     text, reasons = convert("verl", [str(path)])
     config = loaded(text, tmp_path)

@@ -115,6 +115,24 @@ def test_code_in_a_dump_is_not_run(model: Path, capsys: pytest.CaptureFixture[st
     assert "cannot be read" in refused(capsys, model, model / "code.npz")
 
 
+def test_a_damaged_dump(model: Path, traces: list[mr.RouteTrace], capsys: pytest.CaptureFixture[str]) -> None:
+    arrays = {name: tensor.numpy() for name, tensor in padded(traces).items()}
+    np.savez_compressed(model / "whole.npz", **arrays)
+    torch.save(padded(traces), model / "whole.pt", _use_new_zipfile_serialization=False)
+    damaged = {"zip.npz": (model / "whole.npz").read_bytes()[:-30]}
+    compressed = bytearray((model / "whole.npz").read_bytes())
+    compressed[100:140] = b"\xff" * 40
+    damaged["bytes.npz"] = bytes(compressed)
+    for part in range(1, 40):
+        whole = (model / "whole.pt").read_bytes()
+        damaged[f"{part}.pt"] = whole[: len(whole) * part // 40]
+    for name, content in damaged.items():
+        (model / name).write_bytes(content)
+        assert f"{name} cannot be read" in refused(capsys, model, model / name)
+    torch.save(padded(traces) | {"attention_mask": [[1]]}, model / "list.pt")
+    assert "list.pt cannot be read" in refused(capsys, model, model / "list.pt")
+
+
 def test_what_is_no_dump(model: Path, traces: list[mr.RouteTrace], capsys: pytest.CaptureFixture[str]) -> None:
     (model / "text.pt").write_text("hello")
     assert "cannot be read" in refused(capsys, model, model / "text.pt")
@@ -122,6 +140,8 @@ def test_what_is_no_dump(model: Path, traces: list[mr.RouteTrace], capsys: pytes
     assert "unknown dump format" in refused(capsys, model, model / "x.csv")
     torch.save(OrderedDict(input_ids=torch.zeros(1, 1)), model / "half.pt")
     assert "lacks routed_experts: found input_ids" in refused(capsys, model, model / "half.pt")
+    torch.save(padded(traces) | {"routed_experts": None}, model / "none.pt")
+    assert "lacks routed_experts: found input_ids, attention_mask" in refused(capsys, model, model / "none.pt")
     shifted = padded(traces)
     shifted["routed_experts"] = shifted["routed_experts"].roll(-1, 2)  # routes in the dense layer
     torch.save(shifted, model / "shifted.pt")

@@ -48,6 +48,13 @@ def test_masked_tokens_do_not_count():
     assert Mismatch.between(sampled, scored, torch.tensor([0, 0])).summary() == {}
 
 
+@pytest.mark.parametrize("distance", [-math.inf, -800.0, 400.0, 800.0, math.inf, math.nan])
+def test_log_probs_too_far_apart_are_numbers_too_and_no_crash(distance):
+    found = Mismatch.between(torch.tensor([0.0]), torch.tensor([distance])).summary()
+    assert not found["ess"] > 0
+    assert abs(found["k1_kl"]) >= 400 or math.isnan(distance)
+
+
 def test_equal_logprobs_have_no_mismatch():
     same = torch.randn(10)
     found = Mismatch.between(same, same).summary()

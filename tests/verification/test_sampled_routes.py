@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from moe_replay.verification.sequential import (
     UnitEvidence,
     unit_evidence,
 )
-from moe_replay.verification.shift import HERE, shift_table
+from moe_replay.verification.shift import HERE, ShiftTable, shift_table
 from moe_replay.verification.watch import AlignmentWatch
 from moe_replay.verification.wrong_rows import MIN_INFORMATION
 from tests.verification.routes import siblings, with_routes
@@ -84,7 +85,7 @@ def test_the_table_of_the_watch_is_that_of_the_rows_and_layers_it_has_drawn(layo
     layers = tuple(sorted(chance.choice(STAGE, 3, replace=False).tolist()))
     sample = RowSample.draw(layout, chance, sequences=2, rows=18, sampled=sampled)
     rows = sample.rows[sample.present]
-    whole = shift_table(native, replayed, layout, rows=rows, layers=layers)
+    whole = only_layers(shift_table(native, replayed, layout, rows=rows), layers)
     assert whole.pairs[:, HERE, HERE, 0].sum() > 20
     torch.testing.assert_close(table.loads, whole.loads)
     torch.testing.assert_close(table.pairs, whole.pairs)
@@ -95,6 +96,21 @@ def test_the_table_of_the_watch_is_that_of_the_rows_and_layers_it_has_drawn(layo
     torch.testing.assert_close(table.log_wealth, expected.log_wealth)
     torch.testing.assert_close(table.unit_counts, expected.unit_counts)
     assert table.sequences.tolist() == lost_sequences(ours, theirs, sample, whole.chance[np.isin(LAYERS, layers), HERE])
+
+
+def only_layers(table: ShiftTable, layers: tuple[int, ...]) -> ShiftTable:
+    """The sums of these layers; replayed loads also of layers of the stage that are at most two away."""
+    drawn = torch.from_numpy(np.isin(table.layers, layers))
+    slots = [STAGE.index(layer) for layer in layers]
+    reach = [layer for slot, layer in enumerate(STAGE) if any(abs(slot - drawn_slot) <= 2 for drawn_slot in slots)]
+    near = torch.from_numpy(np.isin(table.layers, reach))
+    loads = torch.stack([table.loads[:, 0] * drawn[:, None], table.loads[:, 1] * near[:, None]], 1)
+    return replace(
+        table,
+        pairs=table.pairs * drawn[:, None, None, None],
+        loads=loads,
+        next_token_overlap=table.next_token_overlap * drawn[:, None],
+    )
 
 
 def lost_sequences(

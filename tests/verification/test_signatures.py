@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.tools.attribution import attribute, attribute_traces
 from moe_replay.verification import signatures as s
-from moe_replay.verification.signatures import GATE, GateLimits, Signature, gate, is_beyond, likely_faults
+from moe_replay.verification.signatures import GATE, Signature, gate, is_beyond, likely_faults
 from tests.engines.tiny import VOCABULARY, tiny_model
 from tests.tools.late_engine import late
 from tests.verification.faults import GALLERY
@@ -41,7 +42,7 @@ def signatures_of(arm: str) -> list[Signature]:
 
 def is_caught(signature: Signature) -> bool:
     numbers = asdict(signature)
-    return signature.cause not in s.NO_FAULT or any(is_beyond(numbers, field.name) for field in fields(GateLimits))
+    return signature.cause not in s.NO_FAULT or any(is_beyond(numbers, name) for name in GATE)
 
 
 @pytest.mark.parametrize("arm", ["healthy", "healthy, other samples", "healthy, float32"])
@@ -143,5 +144,13 @@ def test_routers_that_differ_alone_are_named(model: nn.Module, samples: list[Sam
     assert likely_faults(replace(signature, k3_native=1.0)) == (s.PRECISION,)
 
 
+@pytest.mark.parametrize("distance", [-1e4, 400.0, 1e4])
+def test_log_probs_far_apart_are_beyond_the_limits(model: nn.Module, samples: list[Sample], distance: float) -> None:
+    moved = [replace(sample, logprobs=sample.logprobs - np.float32(distance)) for sample in samples]
+    signature = Signature.of(attribute(model, moved))
+    assert is_beyond(asdict(signature), "k3")
+    assert is_beyond(asdict(signature), "ratio_errors")
+
+
 def test_what_is_not_a_number_is_beyond_every_limit() -> None:
-    assert all(is_beyond({field.name: float("nan")}, field.name) for field in fields(GateLimits))
+    assert all(is_beyond({name: float("nan")}, name) for name in GATE)

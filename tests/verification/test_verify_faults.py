@@ -124,6 +124,24 @@ def test_one_made_up_row_in_each_sample_is_found(place):  # bug 20
     assert "in single tokens of samples 0, 1, 2" in verdict.detail
 
 
+def test_a_part_in_the_middle_of_a_sample_is_named_with_both_ends():
+    native, replayed = healthy(0, LENGTHS)
+    experts = replayed[1].routed_experts.copy()
+    experts[30:60] = experts[21:51]
+    verdict = compare(native, [replayed[0], with_routes(replayed[1], experts), *replayed[2:]]).verdict
+    assert verdict.detail == "routes are 9 tokens late in sample 1, tokens 30 to 59"
+
+
+def test_routes_without_a_number_of_experts_are_compared():
+    native, replayed = healthy(0, LENGTHS)
+    unknown = [
+        [mr.RouteTrace(t.token_ids, t.routed_experts, t.layers, t.valid) for t in part] for part in (native, replayed)
+    ]
+    assert compare(*unknown).aligned
+    few = [with_routes(t, t.routed_experts % 4 * 0 + np.arange(4)) for t in unknown[1]]  # ids below those of the model
+    assert compare(unknown[0], few).verdict.cause == Cause.EMPTY_CAPTURE
+
+
 def test_truncated_coverage_is_no_fault_but_is_named():
     native, replayed = healthy(0, LENGTHS)
     cut = [with_routes(t, t.routed_experts, t.valid & (np.arange(len(t)) < 60)[:, None]) for t in replayed]

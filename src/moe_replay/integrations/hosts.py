@@ -129,12 +129,15 @@ class ReplaySettings:
         names = [field.name for field in fields(cls)]
         values = {name: os.environ.get(f"MOE_REPLAY_{name.upper()}") for name in names if name != "mode"}
         for name, value in configured.items():
-            if name not in names and value is not None and not name.startswith("_"):
+            if value is None or name.startswith("_"):
+                continue
+            if name not in names:
                 raise HostError(f"unknown setting router_replay.{name}", expected=", ".join(names), found=value)
             values[name] = value
         hints = get_type_hints(cls)
-        set_values = {name: value for name, value in values.items() if name in names and value not in (None, "")}
-        return cls(**{name: _checked(name, value, hints[name]) for name, value in set_values.items()})
+        return cls(
+            **{name: _checked(name, value, hints[name]) for name, value in values.items() if value not in (None, "")}
+        )
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

@@ -7,7 +7,6 @@ with a slice for every decoder layer, as engines report it; `capture.py` checks 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
 import re
@@ -185,7 +184,7 @@ def from_base64(text: Any, limit: int, project: str, sample: int | None = None) 
         )
     try:
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise RouteFormatError(
             f"routes of {project} cannot be read: {error}", sample=sample, expected="base64"
         ) from error
@@ -214,7 +213,12 @@ def array_of(raw: bytes, dtype: Any, shape: Any, project: str, sample: int | Non
             expected=f"{math.prod(shape) * kind.itemsize} bytes for {dtype} {tuple(shape)}",
             found=f"{len(raw)} bytes",
         )
-    return np.frombuffer(raw, kind).reshape(shape)
+    try:
+        return np.frombuffer(raw, kind).reshape(shape)
+    except ValueError as error:  # no ids at all, and axes that no array can have
+        raise RouteFormatError(
+            f"routes of {project} have an impossible shape", sample=sample, found=repr(shape)
+        ) from error
 
 
 PackedRoutes = Mapping[str, Any] | np.ndarray | Tensor

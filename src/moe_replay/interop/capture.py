@@ -61,6 +61,8 @@ def trace_from_capture(
     try:
         trace = RouteTrace(token_ids, by_token, layers, covered, weight_version, num_experts=topology.num_experts)
     except TraceError as error:
+        if error.layer is None:  # of the token ids or the version that the caller gives
+            raise
         if topology.top_k > 1:
             check.unwritten()  # says more than "a duplicate expert"
         raise check.error(

@@ -79,7 +79,16 @@ class Convention:
         sample: int | None,
     ) -> RouteTrace:
         """Return the trace of rows (n, decoder layers, K), from `first_token` on; their number is checked."""
-        self.check(routed_experts, len(to_ids(token_ids)) - first_token, sample)
+        tokens = len(to_ids(token_ids))
+        is_number = isinstance(first_token, int | np.integer) and not isinstance(first_token, bool)  # from JSON
+        if not is_number or not 0 <= first_token <= tokens:
+            raise RouteFormatError(
+                f"routes of {self.project} begin at an impossible token",
+                sample=sample,
+                expected=f"a start of 0 to {tokens}",
+                found=repr(first_token),
+            )
+        self.check(routed_experts, tokens - first_token, sample)
         return trace_of(
             routed_experts,
             token_ids,
@@ -317,7 +326,7 @@ def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask:
     verl cannot express it for others.
     """
     for sample, trace in enumerate(traces):
-        _covered_before_zeros(trace, topology, "verl", sample)
+        _check_zeros_can_say_it(trace, topology, "verl", sample)
     arrays = [torch.from_numpy(in_decoder_layers(trace, topology).astype(np.int16)) for trace in traces]
     if attention_mask is None:
         if not arrays:
@@ -352,8 +361,8 @@ def _unpadded(batch: Tensor | Sequence[TokenIds], mask: Tensor | None) -> list:
     return [sample[is_token] for sample, is_token in zip(batch, mask.bool(), strict=True)]
 
 
-def _covered_before_zeros(trace: RouteTrace, topology: MoeTopology, project: str, sample: int | None = None) -> int:
-    """Return how many leading tokens have routes, in a convention where zeros at the end mean that there are none."""
+def _check_zeros_can_say_it(trace: RouteTrace, topology: MoeTopology, project: str, sample: int | None = None) -> None:
+    """Raise unless zeros at the end can say which tokens have no route: all tokens before them have one."""
     covered = covered_prefix(trace, topology, project)
     if topology.top_k == 1 and covered < len(trace) - 1:
         raise RouteFormatError(
@@ -364,7 +373,6 @@ def _covered_before_zeros(trace: RouteTrace, topology: MoeTopology, project: str
             found=f"routes for {covered}; zeros for the others would mean expert 0",
             remedy="Let an engine prefill the sequence again, or cut the trace: trace[:length]",
         )
-    return covered
 
 
 # ---- prime-rl: `routed_experts` of its generate endpoint, and of a `TrainingSample` on the way to its trainer --------
@@ -403,7 +411,7 @@ def from_prime_rl(
     tokens = len(to_ids(token_ids))
     if isinstance(routed_experts, Mapping) and isinstance(routed_experts.get("data"), str):
         array = unpack_routes(routed_experts, tokens, topology, "prime-rl", sample)
-        first_token = _start(routed_experts, tokens, sample)
+        first_token = routed_experts.get("start", 0)
         return PRIME_RL_ENDPOINT.trace(
             array, token_ids, topology, first_token=first_token, weight_version=weight_version, sample=sample
         )
@@ -418,23 +426,10 @@ def to_prime_rl(trace: RouteTrace, topology: MoeTopology) -> dict[str, Any]:
 
     At top 1, where zeros are a choice, only the last token may be without a route.
     """
-    covered = _covered_before_zeros(trace, topology, "prime-rl")
+    _check_zeros_can_say_it(trace, topology, "prime-rl")
     array = in_decoder_layers(trace, topology)
-    array[covered:] = 0
     array = array.astype(np.uint8 if topology.num_experts <= 2**8 else "<u2")
     return {"data": array.tobytes(), "shape": list(array.shape), "dtype": array.dtype.name}
-
-
-def _start(routed_experts: Mapping[str, Any], tokens: int, sample: int | None) -> int:
-    start = routed_experts.get("start", 0)
-    if type(start) is not int or not 0 <= start <= tokens:
-        raise RouteFormatError(
-            "routes of prime-rl begin at an impossible token",
-            sample=sample,
-            expected=f"a start of 0 to {tokens}",
-            found=repr(start),
-        )
-    return start
 
 
 def _raw_array(routed_experts: Any, tokens: int, topology: MoeTopology, sample: int | None) -> np.ndarray:

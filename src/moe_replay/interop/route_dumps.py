@@ -7,14 +7,17 @@ A dump holds `routed_experts` and `input_ids` of a batch, and `attention_mask` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moe_replay.errors import MoeReplayError, TraceFormatError, needs_extra
+from moe_replay.errors import MissingExtraError, TraceError, TraceFormatError, needs_extra
 from moe_replay.interop.conventions import from_verl
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -29,7 +32,12 @@ _UNREADABLE = (
     RuntimeError,
     LookupError,
     TypeError,
+    AttributeError,
+    AssertionError,
     EOFError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
     torch.serialization.pickle.UnpicklingError,
 )
 
@@ -51,36 +59,34 @@ def convert_dumps(files: Iterable[Path], topology: MoeTopology, output: Path, we
         writer.partial.unlink(missing_ok=True)
 
 
-def read_dump(file: Path, topology: MoeTopology, weight_version: int = 0) -> Iterator[RouteTrace]:
+def read_dump(file: Path, topology: MoeTopology, weight_version: int = 0) -> list[RouteTrace]:
     if file.suffix not in READERS:
         raise TraceFormatError(f"{file}: unknown dump format", expected=f"one of {', '.join(READERS)}")
     try:
         batch = READERS[file.suffix](file)
+        missing = [name for name in (ROUTES, TOKENS) if batch.get(name) is None]
+        if missing:
+            found = ", ".join(str(name) for name, value in batch.items() if value is not None)
+            raise TraceFormatError(f"lacks {' and '.join(missing)}", found=found or "nothing", remedy=_SAVE)
+        return from_verl(
+            batch[ROUTES], batch[TOKENS], batch.get(MASK), topology=topology, weight_version=weight_version
+        )
+    except TraceError as error:
+        raise TraceFormatError(f"{file}: {error.problem}", **error.facts) from error
+    except MissingExtraError:
+        raise
     except _UNREADABLE as error:
-        if isinstance(error, MoeReplayError):
-            raise
         raise TraceFormatError(
             f"{file} cannot be read: {one_line(error)}",
             expected="tensors only: code in a dump is never run",
             remedy=_SAVE if file.suffix == ".pt" else None,
         ) from error
-    missing = [name for name in (ROUTES, TOKENS) if name not in batch]
-    if missing:
-        raise TraceFormatError(
-            f"{file} lacks {' and '.join(missing)}", found=f"{', '.join(map(str, batch)) or 'nothing'}", remedy=_SAVE
-        )
-    try:
-        yield from from_verl(
-            batch[ROUTES], batch[TOKENS], batch.get(MASK), topology=topology, weight_version=weight_version
-        )
-    except MoeReplayError as error:
-        raise TraceFormatError(f"{file}: {error}") from error
 
 
 def _read_pt(file: Path) -> Mapping[str, Any]:
     batch = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(batch, Mapping):
-        raise TraceFormatError(f"{file}: not a dictionary of tensors", found=type(batch).__name__, remedy=_SAVE)
+        raise TraceFormatError("not a dictionary of tensors", found=type(batch).__name__, remedy=_SAVE)
     return batch
 
 

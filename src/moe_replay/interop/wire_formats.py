@@ -27,6 +27,7 @@ from moe_replay.interop.arrays import (
     to_ids,
     trace_of,
 )
+from moe_replay.interop.capture import captured_layers
 from moe_replay.interop.conventions import from_sglang, from_vllm
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -213,7 +214,8 @@ def from_router_trace(
 
 
 def _rows(rows: Any, shape: tuple[int, int], line: int) -> np.ndarray:
-    actual = (len(rows), *{len(row) for row in rows if isinstance(row, list)}) if isinstance(rows, list) else None
+    is_table = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    actual = (len(rows), *{len(row) for row in rows}) if is_table else None
     if actual != shape or any(type(expert) is not int or not 0 <= expert < 2**31 for row in rows for expert in row):
         raise RouteFormatError(
             f"line {line} of Megatron's router trace does not fit the tokens",
@@ -261,7 +263,8 @@ def check_nemo_rl_digests(
     digests = []
     for number, record in _records(lines, 2**20, "NeMo-RL's trace"):
         digest, key = record.get("routed_experts"), record.get("key")
-        if record.get("event") not in ("rollout_payload_sample", "tq_fetch_sample") or key not in traces:
+        is_sample = record.get("event") in ("rollout_payload_sample", "tq_fetch_sample")
+        if not is_sample or not isinstance(key, str) or key not in traces:
             continue
         span: dict[str, Any] = digest if isinstance(digest, dict) else {}
         dtype, shape = str(span.get("dtype")).removeprefix("torch."), span.get("valid_shape")
@@ -273,7 +276,7 @@ def check_nemo_rl_digests(
             )
         wide = in_decoder_layers(traces[key], topology).astype(dtype)
         if shape[1] != topology.num_layers:
-            wide = wide[:, list(topology.layers)]
+            wide = wide[:, captured_layers(topology)]
         same = list(wide.shape) == shape and hashlib.sha256(wide.tobytes()).hexdigest() == span.get("valid_sha256")
         stage = f" {record['stage']}" if isinstance(record.get("stage"), str) else ""
         digests.append(SpanDigest(number, f"{record['event']}{stage}", key, same))

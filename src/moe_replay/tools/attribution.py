@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +82,6 @@ def attribute_traces(
     model: nn.Module,
     traces: Sequence[RouteTrace],
     *,
-    replay: RouterReplay | None = None,
     tokens_per_micro_batch: int = 8192,
     packed: bool = True,
     labels: Mapping[str, str] | None = None,
@@ -91,7 +90,7 @@ def attribute_traces(
     if not traces:
         raise AttributionError("no traces to compare")
     trajectories = [_unscored(trace, number) for number, trace in enumerate(traces)]
-    with prepared(model, replay) as controller:
+    with prepared(model, None) as controller:
         parts = [
             _native_pass(model, controller, batch)
             for batch in _micro_batches(model, trajectories, tokens_per_micro_batch, packed)
@@ -291,15 +290,8 @@ def _rates(place: np.ndarray, agrees: np.ndarray, covered: np.ndarray, count: in
 
 
 def _alignment(report: VerifyReport) -> AlignmentSummary:
-    verdict = report.verdict
     return AlignmentSummary(
-        status=verdict.status,
-        cause=verdict.cause.value,
-        detail=verdict.detail,
-        layers=verdict.layers,
-        samples=verdict.samples,
-        layer_shift=verdict.layer_shift,
-        token_shift=verdict.token_shift,
+        **asdict(report.verdict),
         covered=report.covered,
         notes=report.notes,
         shifts=SHIFTS,

@@ -115,26 +115,22 @@ def weighed(history: EvidenceHistory) -> Verdict:
     """Return the verdict on evidence that has reached an alarm."""
     fault = history.strongest()
     rows = ("prompts", "sampled tokens", "parts of sequences")[fault.segment]
-    routes = late(fault.shift, "token") if fault.shift else _ALTERNATIVES[fault.alternative]
+    cause, whose = _ALTERNATIVES[fault.alternative]
+    routes = late(fault.shift, "token") if fault.shift else whose
     affected = f"{fault.suspects} of the {fault.units} looked at are affected; " if fault.suspects else ""
     span = "one step" if history.steps == 1 else f"{history.steps} steps"
     return Verdict(
         status="misaligned",
-        cause=_CAUSES[fault.alternative],
+        cause=cause,
         detail=f"routes of {rows} are {routes}{fault.part} ({affected}evidence 1e{history.log10:.0f} over {span})",
         token_shift=fault.shift,
     )
 
 
 _ALTERNATIVES = {
-    AlternativeKind.SHIFTED: "those of tokens before or after",
-    AlternativeKind.OTHER_SEQUENCE: "those of other sequences",
-    AlternativeKind.FOREIGN: "those of other tokens",
-}
-_CAUSES = {
-    AlternativeKind.SHIFTED: Cause.TOKEN_SHIFT,
-    AlternativeKind.OTHER_SEQUENCE: Cause.OTHER_SAMPLE,
-    AlternativeKind.FOREIGN: Cause.OTHER_TOKENS,
+    AlternativeKind.SHIFTED: (Cause.TOKEN_SHIFT, "those of tokens before or after"),
+    AlternativeKind.OTHER_SEQUENCE: (Cause.OTHER_SAMPLE, "those of other sequences"),
+    AlternativeKind.FOREIGN: (Cause.OTHER_TOKENS, "those of other tokens"),
 }
 
 

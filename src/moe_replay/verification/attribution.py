@@ -142,7 +142,7 @@ class Attribution:
                 differences=_differences(document.get("differences")),
                 labels=document["labels"],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise AttributionError(f"an attribution with missing or unknown fields: {error!r}") from error
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.verification.agreement import expert_overlap
 from moe_replay.verification.alignment_verdict import Cause, Verdict, late, listed, range_of_layers
-from moe_replay.verification.shift import CELLS, SHIFTS
+from moe_replay.verification.shift import CELLS, SHIFTS, experts_counted
 
 
 def spread(values: np.ndarray, count: int) -> np.ndarray:
@@ -127,7 +127,7 @@ class Evidence:
 
     def _load(self, routed_experts: Tensor, valid: Tensor) -> Tensor:
         """Return (l, E): the fraction of all choices (l, n, K) that goes to each expert; every id has a column."""
-        count = max(self.native.num_experts or 0, int(self.replayed.routed_experts.max()) + 1)
+        count = experts_counted(self.native, self.replayed)
         load = torch.zeros(len(routed_experts), count, dtype=torch.float64)
         counted = valid[..., None].expand(routed_experts.shape).flatten(1).double()
         load.scatter_add_(1, routed_experts.flatten(1).long(), counted)
@@ -224,17 +224,27 @@ def _where(evidence: Evidence) -> str:
     covered = evidence.replayed.valid.any(0).numpy()
     if len(evidence.rows) == covered.sum():
         return ""
-    numbers = [sample for sample, _ in samples]
-    text = f" in sample{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
-    first = {int(rows[0] - evidence.starts[sample]) for sample, rows in samples}
-    last = {int(evidence.starts[sample + 1] - rows[-1]) for sample, rows in samples}
+    numbers = f"sample{'s' if len(samples) > 1 else ''} {listed([sample for sample, _ in samples])}"
     if all(len(rows) == 1 for _, rows in samples):
-        return f" in single tokens of{text.removeprefix(' in')}"
-    if len(first) == 1 and first != {0}:
-        return f"{text} from token {first.pop()} on"
-    if len(samples) == 1 and first == {0} and last.pop() > 2:
-        return f"{text} up to token {samples[0][1][-1] - evidence.starts[numbers[0]]}"
-    return text
+        return f" in single tokens of {numbers}"
+    return f" in {numbers}{_which_tokens(evidence)}"
+
+
+def _which_tokens(evidence: Evidence) -> str:
+    """Return in words which tokens of samples are wrong, where that can be said; empty where all are."""
+    samples, covered = _by_sample(evidence), evidence.replayed.valid.any(0).numpy()
+    if len(evidence.rows) == covered.sum():
+        return ""
+    first = {int(rows[0] - evidence.starts[sample]) for sample, rows in samples}
+    # One token more may be right by chance.
+    to_the_end = all(not covered[rows[-1] + 2 : evidence.starts[sample + 1]].any() for sample, rows in samples)
+    if to_the_end and len(first) == 1 and first != {0}:
+        return f" from token {first.pop()} on"
+    if to_the_end or len(samples) > 1:
+        return ""
+    (sample, rows), *_ = samples
+    last = rows[-1] - evidence.starts[sample]
+    return f" up to token {last}" if first == {0} else f", tokens {first.pop()} to {last}"
 
 
 def _by_sample(evidence: Evidence) -> list[tuple[int, np.ndarray]]:
@@ -316,7 +326,7 @@ def _by_rows(evidence: Evidence) -> Iterator[Explanation]:
         yield _token_shift(evidence, shifts, float(np.mean(scores)))
     elif others:
         pairs = [f"sample {sample} has the routes of sample {origin}" for sample, origin in others.items()]
-        yield Explanation(float(np.mean(scores)), Cause.OTHER_SAMPLE, listed(pairs) + _from_token(evidence))
+        yield Explanation(float(np.mean(scores)), Cause.OTHER_SAMPLE, listed(pairs) + _which_tokens(evidence))
 
 
 def _token_shift(evidence: Evidence, shifts: dict[int, int], score: float) -> Explanation:
@@ -327,11 +337,6 @@ def _token_shift(evidence: Evidence, shifts: dict[int, int], score: float) -> Ex
         return Explanation(score, Cause.TOKEN_SHIFT, detail, token_shift=distance)
     by_sample = [f"{late(distance, 'token')} in sample {sample}" for sample, distance in shifts.items()]
     return Explanation(score, Cause.TOKEN_SHIFT, f"routes are displaced otherwise in each sample: {listed(by_sample)}")
-
-
-def _from_token(evidence: Evidence) -> str:
-    text = _where(evidence)
-    return text[text.index(" from token") :] if " from token" in text else ""
 
 
 def _unexplained(evidence: Evidence) -> Explanation:

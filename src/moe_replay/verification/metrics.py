@@ -81,9 +81,15 @@ class Mismatch:
             "logprob_abs_diff/max": largest["abs"],
             "ratio/mean": values["ratio"] / tokens,
             "ratio/max": largest["ratio"],
-            "ess": values["ratio"] ** 2 / (tokens * values["ratio_squared"]),
+            "ess": _effective_fraction(values["ratio"], values["ratio_squared"], tokens),
             "frac_ratio_gt2": values["frac_ratio_gt2"] / tokens,
         }
+
+
+def _effective_fraction(ratio: float, ratio_squared: float, tokens: float) -> float:
+    """Return (sum of ratios)^2 / (tokens * sum of squares); NaN where log-probs are too far apart for float64."""
+    below = tokens * ratio_squared
+    return ratio * ratio / below if below > 0 else math.nan
 
 
 class ReducedMetrics(NamedTuple):

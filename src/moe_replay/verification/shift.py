@@ -1,7 +1,7 @@
 """The shift test: how well native and replayed routes agree when one of them is moved by tokens and by layers.
 
 Aligned routes agree most where nothing is moved. What is kept are sums, so that micro-batches and ranks add up and
-every rank can judge the same whole (`verdict.py`).
+every rank can judge the same whole (`alignment_verdict.py`).
 """
 
 from __future__ import annotations
@@ -71,11 +71,6 @@ class ShiftTable:
             log_wealth=zeros(*WEALTH_SHAPE),
             unit_counts=zeros(*COUNTS_SHAPE),
         )
-
-    @property
-    def num_experts(self) -> int:
-        """Experts that loads are counted for."""
-        return self.loads.shape[-1] - 1
 
     # ---- adding up ----------------------------------------------------------------------------------------------
 
@@ -199,9 +194,8 @@ def shift_table(
     layout: TokenLayout,
     *,
     rows: np.ndarray | None = None,
-    layers: tuple[int, ...] | None = None,
 ) -> ShiftTable:
-    """Return the table of these routes: over all rows that hold a token, or `rows` (n,); of all layers, or `layers`.
+    """Return the table of these routes: over all rows that hold a token, or `rows` (n,).
 
     native and replayed have the same layers and rows. Does not synchronize with the device.
     """
@@ -212,27 +206,20 @@ def shift_table(
     here, moved, exists = (to_device(array, device) for array in (picked, near, inside))
     experts = experts_counted(native, replayed)
     table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
-    measured = np.array([native.layers.index(layer) for layer in (native.layers if layers is None else layers)])
     index = np.searchsorted(table.layers, native.layers)  # of each slot in the table
     count = len(native.layers)
-    around = measured[:, None] + np.array(SHIFTS)  # (l, S)
-    examined = np.unique(around[(around >= 0) & (around < count)])
-    for part in chunks(examined, len(picked) * native.top_k):
+    for part in chunks(np.arange(count), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
         slots, rank = (to_device(array, device) for array in (part, index[part]))
-        table.loads[rank, 1] = loads_of(
-            replayed.routed_experts[slots][:, here], replayed.valid[slots][:, here], experts
-        )
-    for part in chunks(np.arange(len(measured)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
-        slots, rank = (to_device(array, device) for array in (measured[part], index[measured[part]]))
         chosen = native.routed_experts[slots][:, here]  # (l, n, K)
         counted = replayed.valid[slots][:, here]  # (l, n)
         table.loads[rank, 0] = loads_of(chosen, counted, experts)
+        table.loads[rank, 1] = loads_of(replayed.routed_experts[slots][:, here], counted, experts)
         after = HERE + 1
         follows = counted & exists[after] & native.valid[slots][:, moved[after]]
         overlap = expert_overlap(chosen, native.routed_experts[slots][:, moved[after]]).double() * follows
         table.next_token_overlap[rank] = torch.stack([overlap.sum(1), follows.sum(1, dtype=torch.float64)], 1)
 
-        near_slots = to_device(around[part], device)
+        near_slots = to_device(part[:, None] + np.array(SHIFTS), device)  # (l, S)
         inside_model = ((near_slots >= 0) & (near_slots < count))[..., None, None]
         there = near_slots.clamp(0, count - 1)[..., None, None]  # (l, S, 1, 1)
         both = replayed.valid[there, moved] & exists & counted[:, None, None] & inside_model  # (l, S, S, n)
@@ -272,7 +259,8 @@ def experts_counted(native: RouteBatch, replayed: RouteBatch) -> int:
 
     Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
     """
-    return max(native.num_experts or 0, replayed.num_experts or 0, (replayed.max_expert or 0) + 1)
+    largest = max(batch.max_expert or 0 for batch in (native, replayed))
+    return max(native.num_experts or 0, replayed.num_experts or 0, largest + 1)
 
 
 def check_comparable(native: RouteBatch, replayed: RouteBatch, layout: TokenLayout) -> None:

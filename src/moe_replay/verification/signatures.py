@@ -16,23 +16,16 @@ from moe_replay.verification.attribution import NATIVE, R3, Attribution
 NO_FAULT = ("none", "not enough evidence")  # causes of the shift test
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateLimits:
-    """Limits on numbers of a `Signature`, by its names: `agreement` and `worst_layer` from below, others from above."""
-
-    k3: float
-    k3_native: float
-    f2: float
-    f2_native: float
-    ratio_errors: float
-    agreement: float
-    worst_layer: float
-
-
-GATE = GateLimits(
-    k3=0.0008, k3_native=0.005, f2=0.0011, f2_native=0.0052, ratio_errors=3.7, agreement=0.88, worst_layer=0.84
-)
-"""Measured by `python -m experiments.faults`."""
+GATE = {
+    "k3": 0.0008,
+    "k3_native": 0.005,
+    "f2": 0.0011,
+    "f2_native": 0.0052,
+    "ratio_errors": 3.7,
+    "agreement": 0.88,
+    "worst_layer": 0.84,
+}
+"""Limits on numbers of a `Signature`, measured by `python -m experiments.faults`: those in LOWER from below."""
 LOWER = ("agreement", "worst_layer")
 FIRST_LAYER = 0.2
 """Disagreement of the first layer, as a part of the worst one's, below which the layers between are at fault."""
@@ -107,10 +100,10 @@ class Signature:
 
 def _ratio_errors(mismatch: dict[str, float], tokens: int) -> float:
     """Return |mean ratio - 1| in standard errors, from the mean and the effective sample size."""
-    if not mismatch:
+    mean, fraction = mismatch.get("ratio/mean", math.nan), mismatch.get("ess", math.nan)
+    if math.isnan(mean) or not fraction > 0:  # log-probs that are none, or too far apart for float64
         return math.nan
-    mean = mismatch["ratio/mean"]
-    variance = mean**2 * max(1 / mismatch["ess"] - 1, 0.0)
+    variance = mean * mean * max(1 / fraction - 1, 0.0)
     return abs(mean - 1) / math.sqrt(variance / tokens) if variance > 0 else 0.0
 
 
@@ -126,41 +119,41 @@ def _by_place(attribution: Attribution) -> tuple[float, float]:
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 
-def is_beyond(numbers: Mapping[str, Any], field: str, limits: GateLimits = GATE) -> bool:
+def is_beyond(numbers: Mapping[str, Any], field: str) -> bool:
     """Return whether a number of a signature is beyond its limit; NaN is."""
-    value, limit = numbers[field], getattr(limits, field)
+    value, limit = numbers[field], GATE[field]
     return not (value >= limit if field in LOWER else value <= limit)
 
 
-def gate(attribution: Attribution, limits: GateLimits = GATE) -> list[str]:
+def gate(attribution: Attribution) -> list[str]:
     """Return the lines of `judge` for an attribution; without log-probs, of its agreement alone."""
-    return judge(Signature.of(attribution), tuple(NUMBERS) if attribution.passes else LOWER, limits)
+    return judge(Signature.of(attribution), tuple(NUMBERS) if attribution.passes else LOWER)
 
 
-def judge(signature: Signature, names: Sequence[str] = tuple(NUMBERS), limits: GateLimits = GATE) -> list[str]:
+def judge(signature: Signature, names: Sequence[str] = tuple(NUMBERS)) -> list[str]:
     """Return a line for each of these numbers beyond its limit, and one with the faults that look like this.
 
     Empty if no number is beyond its limit and routes are not misaligned.
     """
     numbers = asdict(signature)
-    beyond = [name for name in names if is_beyond(numbers, name, limits)]
     lines = []
-    for name in beyond:
-        side = "less" if name in LOWER else "more"
-        lines.append(f"{NUMBERS[name]} is {numbers[name]:.3g}, {side} than {getattr(limits, name):g}")
-    if beyond or signature.cause not in NO_FAULT:
-        lines.append(f"likely fault: {'; or '.join(likely_faults(signature, limits))}")
+    for name in names:
+        if is_beyond(numbers, name):
+            side = "less" if name in LOWER else "more"
+            lines.append(f"{NUMBERS[name]} is {numbers[name]:.3g}, {side} than {GATE[name]:g}")
+    if lines or signature.cause not in NO_FAULT:
+        lines.append(f"likely fault: {'; or '.join(likely_faults(signature))}")
     return lines
 
 
-def likely_faults(signature: Signature, limits: GateLimits = GATE) -> tuple[str, ...]:
+def likely_faults(signature: Signature) -> tuple[str, ...]:
     """Return the faults whose signature is most like this one; meaningful where a number is beyond its limit."""
     numbers = asdict(signature)
-    differs = is_beyond(numbers, "k3", limits) or is_beyond(numbers, "f2", limits)
-    reroutes = is_beyond(numbers, "agreement", limits) or is_beyond(numbers, "worst_layer", limits)
+    differs = is_beyond(numbers, "k3") or is_beyond(numbers, "f2")
+    reroutes = is_beyond(numbers, "agreement") or is_beyond(numbers, "worst_layer")
     if signature.cause not in NO_FAULT:
         return (f"{MISPLACED}, {signature.cause}",)
-    if is_beyond(numbers, "ratio_errors", limits):
+    if is_beyond(numbers, "ratio_errors"):
         return (TRUNCATED,)
     if differs and signature.k3 > signature.k3_native:
         return (MISPLACED,)

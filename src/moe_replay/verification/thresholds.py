@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_replay.verification.attribution import AGAIN, R2, R3, Attribution
@@ -21,47 +20,41 @@ class Thresholds:
 
 def failures(attribution: Attribution, limits: Thresholds | None = None) -> list[str]:
     """Return one line for each exceeded limit; empty if the batch passes."""
-    return list(_failures(attribution, limits or Thresholds()))
-
-
-def _failures(attribution: Attribution, limits: Thresholds) -> Iterator[str]:
+    limits, lines = limits or Thresholds(), list[str]()
     passes, agreement = attribution.passes, attribution.routing.overall
     if attribution.alignment.status == "misaligned":
-        yield f"misaligned: {attribution.alignment.detail}"
+        lines.append(f"misaligned: {attribution.alignment.detail}")
     # Comparisons are written so that NaN fails.
     if not agreement >= limits.min_agreement:
-        yield f"native agreement is {agreement:.4g}, less than {limits.min_agreement:g}"
+        lines.append(f"native agreement is {agreement:.4g}, less than {limits.min_agreement:g}")
     if R3 in passes:
         replayed = passes[R3].mismatch
         if not replayed["k3_kl"] <= limits.max_k3:
-            yield f"k3 KL with R3 is {replayed['k3_kl']:.3g}, more than {limits.max_k3:g}"
+            lines.append(f"k3 KL with R3 is {replayed['k3_kl']:.3g}, more than {limits.max_k3:g}")
         if not replayed["frac_ratio_gt2"] <= limits.max_frac_ratio_gt2:
-            yield f"F(2) with R3 is {replayed['frac_ratio_gt2']:.3g}, more than {limits.max_frac_ratio_gt2:g}"
+            lines.append(f"F(2) with R3 is {replayed['frac_ratio_gt2']:.3g}, more than {limits.max_frac_ratio_gt2:g}")
     if R2 in passes:
         noise, change = (passes[name].own["logprob_abs_diff/mean"] for name in (AGAIN, R2))
         limit = max(limits.max_r2, 2 * noise)
         if not change <= limit:
-            yield f"replaying a recording changes log-probs by {change:.3g} on average, more than {limit:.3g}"
+            lines.append(f"replaying a recording changes log-probs by {change:.3g} on average, more than {limit:.3g}")
+    return lines
 
 
 def inexact(attribution: Attribution) -> list[str]:
     """Return what is not equal bit for bit, with the first layer and token of it; empty if everything is equal."""
-    return list(_inexact(attribution))
-
-
-def _inexact(attribution: Attribution) -> Iterator[str]:
-    differences = attribution.differences
+    differences, lines = attribution.differences, list[str]()
     if differences is None:
-        yield "not compared bit for bit: written by a release that did not"
-        return
+        return ["not compared bit for bit: written by a release that did not"]
     pairs = sum(attribution.routing.compared)
     if not pairs:
-        yield "no routes to compare bit for bit"
+        lines.append("no routes to compare bit for bit")
     if differences.first_route:
         layer, sample, token = differences.first_route
         where = f"first in layer {layer}: sample {sample}, token {token}"
-        yield f"routes differ at {differences.routes} of {pairs} tokens and layers, {where}"
+        lines.append(f"routes differ at {differences.routes} of {pairs} tokens and layers, {where}")
     if differences.first_logprob:
         sample, token = differences.first_logprob
         where = f"first in sample {sample}, token {token}"
-        yield f"log-probs differ at {differences.logprobs} of {attribution.scored} sampled tokens, {where}"
+        lines.append(f"log-probs differ at {differences.logprobs} of {attribution.scored} sampled tokens, {where}")
+    return lines

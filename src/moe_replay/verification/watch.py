@@ -195,11 +195,7 @@ def _check_sampled(sampled: np.ndarray | None, layout: TokenLayout) -> None:
 def _as_replayed(replayed: RouteBatch, native: RouteBatch) -> RouteBatch:
     """Return what `replay` made of a batch: the layers that ran, on their device."""
     chosen = replayed if replayed.layers == native.layers else replayed.select_layers(native.layers)
-    return (
-        chosen
-        if chosen.routed_experts.device == native.routed_experts.device
-        else chosen.to(native.routed_experts.device)
-    )
+    return chosen.to(native.routed_experts.device)
 
 
 # In `RowSample.index`: the rows at each token shift, and the next token.

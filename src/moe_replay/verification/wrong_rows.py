@@ -16,7 +16,7 @@ from moe_replay.verification.agreement import expert_overlap
 from moe_replay.verification.alignment_verdict import CERTAIN, FLOOR
 from moe_replay.verification.causes import Evidence
 from moe_replay.verification.sequential import EvidenceHistory, RowSample, unit_evidence
-from moe_replay.verification.shift import chunks
+from moe_replay.verification.shift import chunks, experts_counted
 
 MIN_TOKENS = 4  # of a group that is judged on its own
 MIN_INFORMATION = 0.02  # 1 - chance of a layer that is evaluated
@@ -29,7 +29,7 @@ class RowScores(NamedTuple):
     max_agreement: Tensor  # (..., R) its largest possible value; 0 for rows without routes
     top_k: int
 
-    def at_chance(self, min_tokens: int = MIN_TOKENS) -> tuple[Tensor, Tensor]:
+    def at_chance(self) -> tuple[Tensor, Tensor]:
         """Return which groups of rows can be judged, and which of them agree no better than chance, (...) bool each.
 
         A group is the rows of the last dimension. Does not synchronize with the device.
@@ -39,7 +39,7 @@ class RowScores(NamedTuple):
         residual = torch.addcmul(self.agreement, level[..., None], self.max_agreement, value=-1).square().sum(-1)
         # Adds binomial variance to that of the rows: a few identical rows prove little.
         margin = residual.add(possible, alpha=1 / (4 * self.top_k)).sqrt() * CERTAIN / possible
-        judged = (rows >= min_tokens) & (margin < FLOOR)
+        judged = (rows >= MIN_TOKENS) & (margin < FLOOR)
         return judged, judged & (level + margin < FLOOR)
 
 
@@ -138,9 +138,7 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     per_sequence = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
     sample = RowSample.draw(layout, chance, sequences=count, rows=per_sequence * count, allowed=evidence.rows)
     ours, theirs = native.select_layers(layers), replayed.select_layers(layers)
-    num_experts = max(
-        native.num_experts or 0, int(native.routed_experts.max()) + 1, int(replayed.routed_experts.max()) + 1
-    )
+    num_experts = experts_counted(native, replayed)
     history, suspects = EvidenceHistory(), []
     log_wealth, unit_counts = history.log_wealth, history.unit_counts
     cells = (

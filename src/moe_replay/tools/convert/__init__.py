@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,9 +66,10 @@ def read_command(words: Sequence[str], *, is_hydra: bool = False) -> Command:
     if len(words) != 1:
         return _command([list(words)])
     text, path = words[0], Path(words[0])
-    if "\n" not in text and path.suffix in (".yaml", ".yml"):
+    is_file = os.path.isfile(text) or not (text.startswith("--") or any(character in text for character in " \n="))
+    if is_file and path.suffix in (".yaml", ".yml"):
         return _from_yaml(path, is_hydra=is_hydra)
-    if not any(character in text for character in " \n=") and not text.startswith("--"):
+    if is_file:
         text = _read(path)
     return _command([shlex.split(line) for line in _lines(text)])
 
@@ -152,7 +154,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _scalar_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, default=str)  # YAML has dates
 
 
 def _hydra_text(value: Any) -> str:

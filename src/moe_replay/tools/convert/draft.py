@@ -62,7 +62,6 @@ class Setting:
 class Draft:
     """Settings by dotted key, and remarks in the order in which they came up."""
 
-    trainer: str
     settings: dict[str, Setting] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)  # options without a counterpart that do not change what is learned
     # reasons why the recipe is not the run of the command: "subject: option: reason"
@@ -108,15 +107,16 @@ class Draft:
         """Note an option that has another meaning or form here."""
         self.changes.append(f"{option}: {reason}")
 
-    def number(self, text: str, default: float, shown: str, key: str) -> float:
-        """Return an option as a number; the default, with a remark, if it is none."""
+    def number(self, text: str, default: float, shown: str, key: str, least: float = -math.inf) -> float:
+        """Return an option as a number of at least `least`; the default, with a remark, if it is none."""
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if math.isfinite(number):
+        if math.isfinite(number) and number >= least:
             return number
-        self.remark(shown, f"not a number; {default} was used instead", subject_of(key) or UNKNOWN)
+        problem = "not a number" if math.isnan(number) else "an impossible number"
+        self.remark(shown, f"{problem}; {default} was used instead", subject_of(key) or UNKNOWN)
         return default
 
     def micro_batch(self, sequences: float, length: int, source: str) -> None:
@@ -155,28 +155,20 @@ class Draft:
         source   its name, for the comment next to the setting
         """
         subject = option.subject or subject_of(option.key)
+        value: Any = ...
         if option.values is not None:
             value = _looked_up(option.values, words)
-            if value is ...:
-                listed = ", ".join(option.values)
-                self._unless_default(is_default, shown, option.note or f"only {listed} can be converted", subject)
-            else:
-                self.put(option.key, value, source, is_default=is_default)
-            return
-        if not option.key:
-            self._unless_default(is_default, shown, option.note, subject)
-            return
-        kind = all_fields()[option.key].annotation if _table(option.key) is None else None
-        try:
-            value = _entry(words) if kind is None else parse_value(source, words, kind)
-        except MoeReplayError as error:
-            self.remark(shown, str(error), subject or UNKNOWN)
-            return
-        self.put(option.key, value, source, is_default=is_default)
-
-    def _unless_default(self, is_default: bool, shown: str, reason: str, subject: str) -> None:
-        if not is_default:
-            self.remark(shown, reason, subject)
+        elif option.key:
+            kind = all_fields()[option.key].annotation if _table(option.key) is None else None
+            try:
+                value = _entry(words) if kind is None else parse_value(source, words, kind)
+            except MoeReplayError as error:
+                self.remark(shown, str(error), subject or UNKNOWN)
+                return
+        if value is not ...:
+            self.put(option.key, value, source, is_default=is_default)
+        elif not is_default:
+            self.remark(shown, option.note or f"only {', '.join(option.values or ())} can be converted", subject)
 
     def render(self) -> tuple[str, list[str]]:
         """Return the recipe as TOML with comments, and why it is not the run of the command, or not valid."""

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import ClassVar
 
 from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft
 from moe_replay.train.config.foreign.options import Option, Table
@@ -49,17 +50,19 @@ def _unquoted(text: str) -> str:
 class HydraCommand:
     """The overrides of one command and how they become settings of a draft.
 
-    options    of the command: dotted name -> text
-    defaults   of the trainer, for names that the command does not set
+    table, groups   our counterparts of the trainer's options, and of all options with a prefix
+    options         of the command: dotted name -> text
+    defaults        of the trainer, for names that the command does not set
     """
 
-    def __init__(
-        self, draft: Draft, words: list[str], table: Table, groups: Table, defaults: Mapping[str, str]
-    ) -> None:
+    table: ClassVar[Table]
+    groups: ClassVar[Table]
+    all_defaults: ClassVar[Mapping[str, str]]
+
+    def __init__(self, draft: Draft, words: list[str]) -> None:
         self.draft = draft
         self.options: dict[str, str] = {}
         self.config_name = ""
-        self._table, self._groups = table, groups
         rest = iter(words)
         for word in rest:
             name, equals, value = word.partition("=")
@@ -74,7 +77,7 @@ class HydraCommand:
                 self.options[name.lstrip("+").removeprefix("--")] = value
             else:
                 draft.remark(word, "not a key=value override", UNKNOWN)
-        self.defaults = {name: value for name, value in defaults.items() if name not in self.options}
+        self.defaults = {name: value for name, value in self.all_defaults.items() if name not in self.options}
 
     def shown(self, name: str) -> str:
         return f"{name}={self.options.get(name, self.defaults.get(name, ''))}"
@@ -87,15 +90,15 @@ class HydraCommand:
         text = self.text(name)
         if text.lower() in NEVER:
             return default
-        return self.draft.number(text, default, self.shown(name), self._table[name].key)
+        return self.draft.number(text, default, self.shown(name), self.table[name].key)
 
     def is_true(self, name: str) -> bool:
         return self.text(name).lower() == "true"
 
     def option(self, name: str) -> Option | None:
         """Return the counterpart of an option, by its name or its group; None if it is not known."""
-        group = next((option for prefix, option in self._groups.items() if name.startswith(prefix)), None)
-        return self._table.get(name, group)
+        group = next((option for prefix, option in self.groups.items() if name.startswith(prefix)), None)
+        return self.table.get(name, group)
 
     def apply_options(self) -> None:
         """Set the counterparts of all options that are not derived."""

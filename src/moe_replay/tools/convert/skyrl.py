@@ -16,14 +16,13 @@ from moe_replay.train.config.foreign.skyrl import (
     REPLAY,
 )
 
-TRAINER = "SkyRL"
 ENTRY_POINTS = ("main_base", "main_base.py", "main_fully_async")
 TRANSFORMER_CONFIG = f"{MEGATRON}.transformer_config_kwargs."
 
 
 def from_skyrl(words: list[str]) -> Draft:
-    overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m skyrl.train.entrypoints.main_base")
-    draft = Draft(TRAINER)
+    overrides = overrides_of(words, ENTRY_POINTS, "SkyRL", "python -m skyrl.train.entrypoints.main_base")
+    draft = Draft()
     _SkyRL(draft, [word.removeprefix("cfg.") for word in overrides]).convert()
     return draft
 
@@ -31,8 +30,7 @@ def from_skyrl(words: list[str]) -> Draft:
 class _SkyRL(HydraCommand):
     """The conversion of one training command."""
 
-    def __init__(self, draft: Draft, words: list[str]) -> None:
-        super().__init__(draft, words, OPTIONS, GROUPS, DEFAULTS)
+    table, groups, all_defaults = OPTIONS, GROUPS, DEFAULTS
 
     def convert(self) -> None:
         ranks = self.text("trainer.placement.policy_num_gpus_per_node", "1")

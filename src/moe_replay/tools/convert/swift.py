@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, torchrun
+from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, subject_of, torchrun
 from moe_replay.train.config.foreign.swift import (
     AGGREGATIONS,
     LOSSES,
@@ -20,7 +20,6 @@ from moe_replay.train.config.foreign.swift import (
 )
 from moe_replay.utils.plugins import is_path
 
-TRAINER = "ms-swift"
 DEFAULT_PORT = "8000"
 FRACTIONS = ("lr_warmup_fraction", "warmup_ratio")
 REWARDS = ("accuracy", "format")
@@ -40,7 +39,7 @@ COUNTS = {
 
 def from_swift(words: list[str], environment: Mapping[str, str]) -> Draft:
     """Return the recipe of a training command, or our command for a rollout server in the header of an empty one."""
-    draft = Draft(TRAINER)
+    draft = Draft()
     if (training := _training(words)) is not None:
         options, is_megatron = training
         _Swift(draft, options, environment, is_megatron=is_megatron).convert()
@@ -137,11 +136,19 @@ class _Swift:
         """Return the values of an option, or its default; empty without either."""
         return self.options.get(name, self.defaults.get(name, []))
 
-    def integer(self, name: str, default: int) -> int:
+    def integer(self, name: str, default: int, least: float = -math.inf) -> int:
         word = " ".join(self.values(name))
         if not word:
             return default
-        return int(self.draft.number(word, default, self.shown(name), OPTIONS[name].key))
+        return int(self.draft.number(word, default, self.shown(name), OPTIONS[name].key, least))
+
+    def ranks(self, variable: str) -> int:
+        """Return ranks or nodes as the environment has them; 1 for a word of torchrun, such as "gpu"."""
+        word = self.environment.get(variable) or "1"
+        if word.isdecimal():
+            return int(word)
+        self.draft.remark(f"{variable}={word}", "how many ranks there are is not said; 1 was assumed", "sampling")
+        return 1
 
     def shown(self, name: str) -> str:
         return " ".join([f"--{name}", *self.values(name)])
@@ -158,7 +165,7 @@ class _Swift:
         self.draft.put("algorithm.loss_aggregation", aggregation, "--loss_type", is_default=is_default)
         if kind == "cispo":
             self._cispo_bounds()
-        elif "epsilon" in self.options:
+        elif self.values("epsilon"):
             self.draft.put("algorithm.clip_high", self.values("epsilon")[0], "--epsilon", is_default=True)
         if "algorithm.rollout_correction" in self.draft.settings:
             source = "--rollout_importance_sampling_mode"
@@ -184,18 +191,17 @@ class _Swift:
 
     def _batches(self) -> int:
         """Set prompts and updates per step and the micro-batch size; return the number of updates."""
-        samples = self.integer("num_generations", 8)
+        samples = self.integer("num_generations", 8, 1)
+        per_rollout = self.integer("generation_batch_size", 0)
         if self.is_megatron:
-            per_update, size_option = self.integer("global_batch_size", 16), "global_batch_size"
-            per_rollout = self.integer("generation_batch_size", 0)
-            updates = self.integer("steps_per_generation", per_rollout // per_update or 1)
+            per_update, size_option = self.integer("global_batch_size", 16, 1), "global_batch_size"
+            updates = self.integer("steps_per_generation", per_rollout // per_update or 1, 1)
             per_pass = self.integer("micro_batch_size", 1)
         else:
-            ranks = int(self.environment.get("NPROC_PER_NODE") or 1) * int(self.environment.get("NNODES") or 1)
-            per_pass = self.integer("per_device_train_batch_size", 1)
-            forwards = self.integer("gradient_accumulation_steps", 1)
-            per_rollout = self.integer("generation_batch_size", 0)
-            passes = self.integer("steps_per_generation", per_rollout // (per_pass * ranks) or forwards)
+            ranks = self.ranks("NPROC_PER_NODE") * self.ranks("NNODES")
+            per_pass = self.integer("per_device_train_batch_size", 1, 1)
+            forwards = self.integer("gradient_accumulation_steps", 1, 1)
+            passes = self.integer("steps_per_generation", per_rollout // (per_pass * ranks) or forwards, 1)
             updates = max(passes // forwards, 1)
             per_update, size_option = per_pass * ranks * forwards, f"per_device_train_batch_size on {ranks} ranks"
         sequences = per_update * updates
@@ -206,7 +212,7 @@ class _Swift:
         source, change = f"--{size_option}, --steps_per_generation, --num_generations", "prompts, not sequences"
         self.draft.put("rollout.prompts_per_step", max(sequences // samples, 1), source, change=change)
         self.draft.put("algorithm.updates_per_rollout", updates, "--steps_per_generation")
-        updates *= self.integer("num_iterations", 1)
+        updates *= self.integer("num_iterations", 1, 1)
         prompt, completion = self.integer("max_length", 512), self.integer("max_completion_length", 512)
         length = min(prompt + completion, self.integer("vllm_max_model_len", prompt + completion))
         micro_batch = "--micro_batch_size" if self.is_megatron else "--per_device_train_batch_size"
@@ -222,8 +228,9 @@ class _Swift:
         if "steps" in self.draft.settings:
             self.draft.drop("data.epochs", "the number of steps is set")
         for name in FRACTIONS:
-            if name in self.options:
-                self.draft.warm_up(float(self.values(name)[0]), self.shown(name), self.shown(name))
+            if word := " ".join(self.options.get(name, [])):
+                fraction = self.draft.number(word, 0.0, self.shown(name), "optim.warmup_steps")
+                self.draft.warm_up(fraction, self.shown(name), self.shown(name))
 
     def _adam(self) -> None:
         betas = [" ".join(self.values("adam_beta1")) or "0.9", " ".join(self.values("adam_beta2"))]
@@ -244,15 +251,12 @@ class _Swift:
         if self.values("truncation_strategy") != ["delete"]:
             self.draft.change("--truncation_strategy left", "prompts longer than --max_length are dropped, not cut")
         if text := " ".join(self.values("columns")):
-            try:
-                columns = {theirs: "prompt" if ours == "query" else ours for theirs, ours in json.loads(text).items()}
-            except (ValueError, AttributeError):
-                self.draft.remark(f"--columns {text}", "not a JSON object; set data.columns", "data")
-            else:
-                self.draft.put("data.columns", columns, "--columns")
+            columns = _json_items(self.draft, "columns", text, "data.columns")
+            renamed = {theirs: "prompt" if ours == "query" else ours for theirs, ours in columns.items()}
+            self.draft.put("data.columns", renamed or None, "--columns")
         if " ".join(self.values("system")).endswith(".txt"):
             self.draft.remark(self.shown("system"), "a file: put its text into data.system", "data")
-            del self.draft.settings["data.system"]
+            self.draft.settings.pop("data.system", None)
 
     def _dataset(self, option: str, dataset: str, key: str) -> None:
         """Set path and subset of `hub::name:subset/subset#rows`, of which all but the name may be missing."""
@@ -311,7 +315,7 @@ class _Swift:
 
     def _engines(self, is_server: bool) -> None:
         """Set the number of engines per node if one engine does not use all of its GPUs."""
-        gpus, per_engine = self.environment.get("NPROC_PER_NODE", "1"), self.integer("vllm_tensor_parallel_size", 1)
+        gpus, per_engine = self.environment.get("NPROC_PER_NODE", "1"), self.integer("vllm_tensor_parallel_size", 1, 1)
         if is_server or not gpus.isdecimal() or "vllm_tensor_parallel_size" not in self.options:
             return
         if int(gpus) > per_engine:
@@ -342,15 +346,21 @@ class _Swift:
         return "moe-replay train RECIPE.toml" if is_alone else torchrun(ranks, nodes)
 
 
-def _engine_items(draft: Draft, text: str) -> list[tuple[str, object]]:
-    """Return the items of `--vllm_engine_kwargs` that become engine options."""
-    if not text:
-        return []
+def _json_items(draft: Draft, name: str, text: str, key: str) -> dict[str, object]:
+    """Return the JSON object in an option; empty, with a remark, if it is none."""
     try:
         items = json.loads(text)
     except ValueError:
-        draft.remark(f"--vllm_engine_kwargs {text}", "not a JSON object; set rollout.options", UNKNOWN)
-        return []
+        items = None
+    if isinstance(items, dict):
+        return items
+    draft.remark(f"--{name} {text}", f"not a JSON object; set {key}", subject_of(key) or UNKNOWN)
+    return {}
+
+
+def _engine_items(draft: Draft, text: str) -> list[tuple[str, object]]:
+    """Return the items of `--vllm_engine_kwargs` that become engine options."""
+    items = _json_items(draft, "vllm_engine_kwargs", text or "{}", "rollout.options")
     automatic = {"enable_return_routed_experts": "routes are captured whenever replay.mode needs them"}
     for name in automatic.keys() & items.keys():
         draft.remark(f"--vllm_engine_kwargs {name}", automatic[name])

@@ -22,7 +22,6 @@ from moe_replay.train.config.foreign.verl import (
     TRANSFORMER_CONFIG,
 )
 
-TRAINER = "verl"
 ENTRY_POINTS = ("main_ppo", "main_ppo.py", "main_ppo_sync", "fully_async_main", "fully_async_main.py", "main_dapo")
 REWARD = "verl:verl.utils.reward_score:default_compute_score"
 ENGINE_OPTIONS = f"{ROLLOUT}.engine_kwargs."
@@ -31,8 +30,8 @@ _REPLAY = re.compile(r"(?:.*\.)?router_replay\.(mode|enabled)")
 
 
 def from_verl(words: list[str]) -> Draft:
-    overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m verl.trainer.main_ppo")
-    draft = Draft(TRAINER)
+    overrides = overrides_of(words, ENTRY_POINTS, "verl", "python -m verl.trainer.main_ppo")
+    draft = Draft()
     _Verl(draft, overrides).convert()
     return draft
 
@@ -40,8 +39,7 @@ def from_verl(words: list[str]) -> Draft:
 class _Verl(HydraCommand):
     """The conversion of one training command."""
 
-    def __init__(self, draft: Draft, words: list[str]) -> None:
-        super().__init__(draft, words, OPTIONS, GROUPS, DEFAULTS)
+    table, groups, all_defaults = OPTIONS, GROUPS, DEFAULTS
 
     def convert(self) -> None:
         self.draft.header += [

@@ -76,10 +76,8 @@ class Plan:
     def rank(self, rank: int) -> RankPlan:
         if not 0 <= rank < self.parallel.world:
             raise IndexError(f"rank {rank} is out of range: ranks are 0 to {self.parallel.world - 1}")
-        coordinates = {name: int(value[0]) for name, value in self.parallel.coordinates(np.array([rank])).items()}
-        stage = self.stages[coordinates["pp"]]
-        shard = coordinates["tp"] if self.parallel.sequence_shards > 1 else 0
-        tokens = int(self.token_rows[coordinates["cp"], shard])
+        coordinates = {name: int(ranks[rank]) for name, ranks in self.parallel.coordinates().items()}
+        stage, tokens = self.stages[coordinates["pp"]], int(self.table["token_rows"][rank])
         return RankPlan(rank, coordinates, stage.routing_layers, self.rows, tokens, stage.batch_bytes)
 
     @cached_property
@@ -278,32 +276,17 @@ class Dimensions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One reason why a layout is impossible."""
-
-    problem: str
-    expected: str
-    found: str
-    remedy: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.problem}: expected {self.expected}, found {self.found}" + (
-            f". {self.remedy}" if self.remedy else ""
-        )
-
-
 class ImpossibleLayoutError(LayoutError):
     """An impossible parallel layout; `problems` has every reason."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[LayoutError]) -> None:
         self.problems = tuple(problems)
         super().__init__("impossible layout" + "".join(f"\n  - {problem}" for problem in problems))
 
 
 def find_problems(
     topology: MoeTopology, parallel: Parallel, work: Work, dimensions: Dimensions | None = None
-) -> list[Problem]:
+) -> list[LayoutError]:
     """Return every reason why a model cannot be trained in a layout; sizes below one are reported alone."""
     return list(_sizes(parallel, work)) or [
         *_model(topology, parallel, dimensions or Dimensions()),
@@ -313,7 +296,7 @@ def find_problems(
     ]
 
 
-def _sizes(parallel: Parallel, work: Work) -> Iterator[Problem]:
+def _sizes(parallel: Parallel, work: Work) -> Iterator[LayoutError]:
     sizes = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
     numbers = {
         name: size for name, size in sizes.items() if name not in ("sp", "chunk_layers", "ulysses") and size is not None
@@ -321,50 +304,61 @@ def _sizes(parallel: Parallel, work: Work) -> Iterator[Problem]:
     numbers |= {"micro_batches": work.micro_batches, "group": work.group, "sequences": len(work.lengths)}
     for name, size in numbers.items():
         if size < 1:
-            yield Problem(f"invalid size {name}", "at least 1", str(size))
+            yield LayoutError(f"invalid size {name}", expected="at least 1", found=size)
     if min(work.lengths, default=1) < 1:
-        yield Problem("a sequence without tokens", "at least 1 token", str(min(work.lengths)))
+        yield LayoutError("a sequence without tokens", expected="at least 1 token", found=min(work.lengths))
 
 
-def _divides(subject: str, count: int | None, divisor: str, size: int, remedy: str = "") -> Iterator[Problem]:
+def _divides(subject: str, count: int | None, divisor: str, size: int, remedy: str = "") -> Iterator[LayoutError]:
     if count is not None and count % size:
-        yield Problem(f"{subject} cannot be divided evenly", f"a multiple of {divisor} {size}", str(count), remedy)
+        yield LayoutError(
+            f"{subject} cannot be divided evenly",
+            expected=f"a multiple of {divisor} {size}",
+            found=count,
+            remedy=remedy,
+        )
 
 
-def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iterator[Problem]:
+def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iterator[LayoutError]:
     yield from _divides("attention heads", model.heads, "tp", parallel.tp)
     heads = model.key_value_heads
     if heads is not None and heads % parallel.tp and parallel.tp % heads:
-        yield Problem(
-            "key-value heads cannot be divided evenly", f"a multiple or a divisor of tp {parallel.tp}", str(heads)
+        yield LayoutError(
+            "key-value heads cannot be divided evenly",
+            expected=f"a multiple or a divisor of tp {parallel.tp}",
+            found=heads,
         )
     yield from _divides(
         "the vocabulary", model.vocabulary, "tp", parallel.tp, "Padding it would change the log-probabilities"
     )
     yield from _divides("the hidden size of an expert", model.expert_width, "etp", parallel.expert_tensor)
     if parallel.tp > 1 and parallel.sequence_shards == 1:
-        yield Problem(
+        yield LayoutError(
             "Megatron-Core does not train MoE models with tensor parallelism alone",
-            "sequence parallelism with tp above 1",
-            f"tp {parallel.tp} without it",
-            "Leave sp on",
+            expected="sequence parallelism with tp above 1",
+            found=f"tp {parallel.tp} without it",
+            remedy="Leave sp on",
         )
     attention_routers = [layer for layer in topology.layers if layer >= ATTENTION_ROUTER]
     if attention_routers:
-        yield Problem("routers inside attention", "routers of MLP layers", f"{len(attention_routers)} others")
+        yield LayoutError(
+            "routers inside attention", expected="routers of MLP layers", found=f"{len(attention_routers)} others"
+        )
 
 
-def _pipeline(topology: MoeTopology, parallel: Parallel, work: Work) -> Iterator[Problem]:
+def _pipeline(topology: MoeTopology, parallel: Parallel, work: Work) -> Iterator[LayoutError]:
     chunks, chunk_layers = parallel.pp * parallel.vpp, parallel.chunk_layers
     if parallel.vpp > 1 and parallel.pp == 1:
-        yield Problem("chunks without stages", "vpp above 1 only with pp above 1", f"vpp {parallel.vpp}, pp 1")
+        yield LayoutError(
+            "chunks without stages", expected="vpp above 1 only with pp above 1", found=f"vpp {parallel.vpp}, pp 1"
+        )
     if chunk_layers is None:
         yield from _divides("decoder layers", topology.num_layers, "pp * vpp", chunks, "Or set chunk_layers")
     elif len(chunk_layers) != chunks or sum(chunk_layers) != topology.num_layers or min(chunk_layers) < 0:
-        yield Problem(
+        yield LayoutError(
             "chunk_layers does not fit the model",
-            f"{chunks} numbers that add up to {topology.num_layers}",
-            f"{len(chunk_layers)} numbers that add up to {sum(chunk_layers)}",
+            expected=f"{chunks} numbers that add up to {topology.num_layers}",
+            found=f"{len(chunk_layers)} numbers that add up to {sum(chunk_layers)}",
         )
     if parallel.vpp > 1:
         yield from _divides(
@@ -372,31 +366,33 @@ def _pipeline(topology: MoeTopology, parallel: Parallel, work: Work) -> Iterator
         )
 
 
-def _experts(topology: MoeTopology, parallel: Parallel) -> Iterator[Problem]:
+def _experts(topology: MoeTopology, parallel: Parallel) -> Iterator[LayoutError]:
     for num_experts in sorted({moe.num_experts for moe in topology.moe_layers}):
         yield from _divides("experts", num_experts, "ep", parallel.ep)
     ranks, expert_ranks = parallel.tp * parallel.cp * parallel.dp, parallel.ep * parallel.expert_tensor
     yield from _divides("the ranks of a stage, tp * cp * dp,", ranks, "ep * etp", expert_ranks, "Change dp, ep or etp")
     if has_wrong_expert_gradients(parallel.tp, parallel.expert_tensor, parallel.ep):
-        yield Problem(
+        yield LayoutError(
             WRONG_EXPERT_GRADIENTS,
-            f"etp {parallel.tp}, as tp",
-            f"etp {parallel.expert_tensor}",
-            "Set them equal, or use ep above 1",
+            expected=f"etp {parallel.tp}, as tp",
+            found=f"etp {parallel.expert_tensor}",
+            remedy="Set them equal, or use ep above 1",
         )
 
 
-def _tokens(parallel: Parallel, work: Work) -> Iterator[Problem]:
+def _tokens(parallel: Parallel, work: Work) -> Iterator[LayoutError]:
     multiple, width = parallel.column_multiple, work.width
     needed = replace(work, width=None).input_shape(multiple, each=not parallel.ulysses)[1]
     if width is not None and (width % multiple or width < needed):
-        yield Problem(
+        yield LayoutError(
             "the input width cannot be divided evenly",
-            f"at least {needed} and a multiple of {multiple} (2 * cp with cp above 1, times tp)",
-            str(width),
+            expected=f"at least {needed} and a multiple of {multiple} (2 * cp with cp above 1, times tp)",
+            found=width,
         )
     if work.prompt and work.prompt >= min(work.lengths):
-        yield Problem("the prompt is the whole sequence", f"below {min(work.lengths)} tokens", str(work.prompt))
+        yield LayoutError(
+            "the prompt is the whole sequence", expected=f"below {min(work.lengths)} tokens", found=work.prompt
+        )
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

@@ -70,16 +70,20 @@ class Parallel:
             "expert_tensor_parallel_size": self.expert_tensor,
         }
 
-    def coordinates(self, ranks: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Return tp, cp, dp, pp, and etp, ep, edp of the experts, for these ranks or all, (ranks,) each.
+    def coordinates(self) -> dict[str, np.ndarray]:
+        """Return tp, cp, dp, pp, and etp, ep, edp of the experts, of all ranks, (world,) each.
 
         The order is Megatron-Core's, "tp-cp-ep-dp-pp": tensor parallel ranks are neighbours, pipeline stages are
         farthest apart.
         """
-        ranks = np.arange(self.world) if ranks is None else ranks
-        dense = _unravel(ranks, {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp})
+        dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         experts = {"etp": self.expert_tensor, "ep": self.ep, "edp": self.expert_data, "pp": self.pp}
-        return dense | _unravel(ranks, experts)
+        return self._unravel(dense) | self._unravel(experts)
+
+    def _unravel(self, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+        """Return coordinates of all ranks, the first name varying fastest."""
+        coordinates = np.unravel_index(np.arange(self.world), tuple(sizes.values()), order="F")
+        return dict(zip(sizes, coordinates, strict=True))
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
         """Return the decoder layers of each chunk of each pipeline stage, [stage][chunk]."""
@@ -88,12 +92,6 @@ class Parallel:
         ends = np.cumsum(counts)
         spans = [range(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
         return [spans[stage :: self.pp] for stage in range(self.pp)]
-
-
-def _unravel(ranks: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Return coordinates of ranks, the first name varying fastest."""
-    coordinates = np.unravel_index(ranks, tuple(sizes.values()), order="F")
-    return dict(zip(sizes, coordinates, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
