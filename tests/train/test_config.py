@@ -168,6 +168,7 @@ def test_a_wrong_command_line_is_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, words)
     assert told in str(caught.value)
+    assert ("Put the recipe before" in str(caught.value)) == (words == ["--steps", "1", "2"])
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

@@ -114,9 +114,8 @@ def parse_value(option: str, words: list[str], kind: Any) -> Any:
     if kind is bool and not words:
         return True
     if len(words) != 1:
-        raise ConfigError(
-            f"{option} takes one value", found=" ".join(words) or "none", remedy="Put the recipe before all options"
-        )
+        remedy = "Put the recipe before all options" if words else None
+        raise ConfigError(f"{option} takes one value", found=" ".join(words) or "none", remedy=remedy)
     return None if NoneType in kinds and _is_none(words) else words[0]
 
 

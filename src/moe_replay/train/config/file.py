@@ -60,7 +60,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, tiny: bool 
     try:
         config = TrainConfig.model_validate(tables)
     except ValidationError as error:
-        where = "the configuration" if path is None else str(path)
+        where = "the configuration" if path in (None, RECIPE) else str(path)
         lines = [*_problems(error), *_further_problems(tables, error), *lines]
         raise ConfigError("\n  ".join([f"{where} is invalid", *lines])) from error
     if lines:
