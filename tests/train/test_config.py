@@ -213,6 +213,15 @@ def test_a_file_that_names_no_model_is_refused_unless_it_is_shrunk(tmp_path: Pat
     assert load_config(path, tiny=True).model.path == ""
 
 
+def test_a_shrunk_file_may_have_other_types_than_settings_have(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("rollout = 1\nmodel = []\n")
+    assert load_config(path, tiny=True).model.path == ""
+    path.write_text("[model]\nlora_rank = 2\nlora_target_modules = 5\n")
+    with pytest.raises(ConfigError, match=r"model\.lora_target_modules: should be a valid tuple, found 5"):
+        load_config(path, tiny=True)
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "none.toml")

@@ -24,7 +24,7 @@ from moe_replay.train.config.sections import (
     Sections,
 )
 from moe_replay.utils.plugins import PluginError, import_path, is_path
-from moe_replay.utils.secrets import is_masked, mask_passwords
+from moe_replay.utils.secrets import is_masked, is_secret_name, mask_passwords
 
 MODES_OF_POLICIES = {
     "ids": ("off", "r2", "r3", "auto"),
@@ -137,7 +137,8 @@ def _unusable(config: Sections) -> Iterator[str]:
         if isinstance(value, int) and value > largest and key not in _UNLIMITED:
             yield f"{key}: {value} is too large; use at most {largest}"
         if isinstance(value, str) and _NO_TEXT.search(value):
-            yield f"{key}: {value!r} is not valid text; remove NUL characters and bytes that are not UTF-8"
+            shown = "the value" if is_secret_name(key) else mask_passwords(repr(value))
+            yield f"{key}: {shown} is not valid text; remove NUL characters and bytes that are not UTF-8"
     paths = {"model.path": config.model.path, "model.reference": config.model.reference, "data.path": config.data.path}
     paths |= {"data.eval_path": config.data.eval_path, "output": None if config.output is None else str(config.output)}
     for key, path in paths.items():
