@@ -30,6 +30,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--auto", "--length", "10", "--prompt", "10"], "no completion fits behind the prompt: expected --length abo"),
+        (["--auto", "--length", "1"], "no completion fits behind the prompt: expected --length above 1"),
+        (["--prompt", "-3"], "--prompt is negative: found -3"),
+    ],
+)
+def test_a_prompt_that_cannot_be(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert failure(capsys, "--model", str(folder), *words).startswith(f"error: {expected}")
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = "error: no model to plan for: expected --model MODEL, or --recipe RECIPE\n"
+    assert failure(capsys) == failure(capsys, "--auto") == expected
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *words])
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     main(["plan", *words, "--json"])
     return json.loads(capsys.readouterr().out)

@@ -240,6 +240,9 @@ def test_following_ends_with_the_run(
     assert reloads == [True]
     assert capsys.readouterr().out.splitlines() == [f"step 1: {run / 'report.html'}", str(run / "report.html")]
     assert "refresh" not in (run / "report.html").read_text()
+    (run / "config.toml").write_text("steps = 1\n")  # fewer than were made before
+    main(["report", str(run), "--follow"])
+    assert (reloads, capsys.readouterr().out.splitlines()[-1]) == ([True], str(run / "report.html"))
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

@@ -92,9 +92,13 @@ class PlanCommand:
             if not 0 < getattr(self, name) < math.inf:
                 option = f"--{name.replace('_', '-')}"
                 raise LayoutError(f"{option} is not a positive number", found=getattr(self, name))
+        if self.prompt < 0:
+            raise LayoutError("--prompt is negative", found=self.prompt)
         if self.traces is not None:
             self._plan_balance(Path(self.traces))
             return
+        if not self.model and self.recipe is None:
+            raise LayoutError("no model to plan for", expected="--model MODEL, or --recipe RECIPE")
         if self.auto:
             self._propose()
             return
@@ -130,6 +134,8 @@ class PlanCommand:
             config = load_config(Path(self.recipe))
         else:
             prompt = self.prompt or 1
+            if prompt >= self.length:
+                raise LayoutError("no completion fits behind the prompt", expected=f"--length above {prompt}")
             tables = {
                 "model": {"path": self.model, "dtype": "bfloat16"},
                 "data": {"path": "prompts.jsonl", "max_prompt_length": prompt},
