@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_replay.cli.main import main
+from moe_replay.demo import RECIPE
 from tests.support.released_models import FOLDER, find_fit, plan_released, released_table
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
@@ -47,6 +48,8 @@ def test_a_prompt_that_cannot_be(
 def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     expected = "error: no model to plan for: expected --model MODEL, or --recipe RECIPE\n"
     assert failure(capsys) == failure(capsys, "--auto") == expected
+    expected = "error: the recipe trains the embedded model. Name a model to plan for: --model MODEL\n"
+    assert failure(capsys, "--recipe", str(RECIPE)) == failure(capsys, "--recipe", str(RECIPE), "--auto") == expected
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -215,8 +215,12 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         if backend.megatron.get("moe_router_fusion"):
             yield "backend.megatron.moe_router_fusion: a fused router cannot replay routes; remove it"
         return
+    if backend.tensor_parallel > 1:
+        yield (
+            "backend.tensor_parallel: fsdp gathers each layer whole and divides experts only "
+            "(backend.expert_parallel); set backend.kind = megatron"
+        )
     megatron_only = {
-        "tensor_parallel": backend.tensor_parallel > 1,
         "expert_tensor_parallel": (backend.expert_tensor_parallel or 1) > 1,
         "pipeline_parallel": backend.pipeline_parallel > 1,
         "virtual_pipeline": backend.virtual_pipeline is not None,
@@ -225,12 +229,7 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         "distributed_optimizer": backend.distributed_optimizer,
     }
     for name, is_set in megatron_only.items():
-        if is_set and name == "tensor_parallel":
-            yield (
-                "backend.tensor_parallel: fsdp gathers each layer whole and divides experts only "
-                "(backend.expert_parallel); set backend.kind = megatron"
-            )
-        elif is_set:
+        if is_set:
             yield f"backend.{name}: fsdp has no such setting; set backend.kind = megatron"
 
 
