@@ -178,6 +178,7 @@ def test_versions_are_read_without_importing(monkeypatch: pytest.MonkeyPatch) ->
 
     assert installed_version("torch") == metadata.version("torch")
     assert list(SystemInfo.collect().versions) == checked_packages()
+    assert SystemInfo.collect("runs of/a folder/that is not there yet").disk_bytes > 0
     monkeypatch.setattr(metadata, "version", version)
     assert installed_version("vllm") == "0.30.0"
     assert installed_version("sglang") is None

@@ -149,6 +149,12 @@ def test_check_reads_the_config_of_a_folder(file: Path, tmp_path: Path, capsys: 
 # ---- what cannot be read ---------------------------------------------------------------------------------------------
 
 
+def test_a_chart_without_width_is_an_error(file: Path) -> None:
+    with pytest.raises(SystemExit, match="error: --width must be at least 1: found 0") as ended:
+        main(["inspect", str(file), "--width", "0"])
+    assert ended.value.code == 2
+
+
 def test_damage_is_an_error(file: Path, tmp_path: Path) -> None:
     whole = file.read_bytes()
     flipped = bytearray(whole)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_replay.cli.main import main
+from moe_replay.demo import RECIPE
 from tests.support.released_models import FOLDER, find_fit, plan_released, released_table
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
@@ -28,6 +29,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config.save_pretrained(path)
     return path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--auto", "--length", "10", "--prompt", "10"], "no completion fits behind the prompt: expected --length abo"),
+        (["--auto", "--length", "1"], "no completion fits behind the prompt: expected --length above 1"),
+        (["--prompt", "-3"], "--prompt is negative: found -3"),
+    ],
+)
+def test_a_prompt_that_cannot_be(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert failure(capsys, "--model", str(folder), *words).startswith(f"error: {expected}")
+
+
+def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = "error: no model to plan for: expected --model MODEL, or --recipe RECIPE\n"
+    assert failure(capsys) == failure(capsys, "--auto") == expected
+    expected = "error: the recipe trains the embedded model. Name a model to plan for: --model MODEL\n"
+    assert failure(capsys, "--recipe", str(RECIPE)) == failure(capsys, "--recipe", str(RECIPE), "--auto") == expected
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", *words])
+    assert left.value.code == 2
+    return capsys.readouterr().err
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict:

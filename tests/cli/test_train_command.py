@@ -166,6 +166,16 @@ def test_neither_is_needed(trained: list[TrainConfig], monkeypatch: pytest.Monke
     assert trained == [load_config(RECIPE), load_config(RECIPE, ["--steps", "3"])]
 
 
+def test_options_without_a_recipe_have_to_fit_the_embedded_one_alone(
+    trained: list[TrainConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--algorithm.updates_per_rollout", "128", "--rollout.dtype", "float32"]  # of 16 x 8 sequences, not 8 x 8
+    main(["train", *words])
+    assert trained == [load_config(RECIPE, words)]
+    told = failure(capsys, "--replay.mode", "r4", "--model.path", "")
+    assert told.startswith("error: the configuration is invalid\n  replay.mode: should be")
+
+
 @pytest.mark.parametrize(
     ("has_bfloat16", "words", "expected"),
     [(True, [], "bfloat16"), (False, [], "float16"), (False, ["--rollout.dtype", "float32"], "float32")],

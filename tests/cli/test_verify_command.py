@@ -219,6 +219,7 @@ def test_traces_of_another_model_end_with_an_error(
         (("--traces", "x.mrt", "--prompts", "y.jsonl"), "leave --url and --prompts out"),
         (("--temperature", "0"), "greedy"),
         (("--samples", "0"), "at least 1"),
+        (("--output", "/dev/null"), "--output cannot be written"),
     ],
 )
 def test_options_that_make_no_sense(words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,6 +130,9 @@ def test_nothing_secret_is_in_a_run_folder(tmp_path: Path) -> None:
     "rollout",
     [
         f'token = ["{SECRET}"]',
+        f'token = "{SECRET}\\u0000"',
+        f'options = {{ api_key = {{ value = "{SECRET}" }} }}',
+        f'urls = ["http://me:{SECRET}\\u0000@host"]',
         f'urls = ["ftp://me:{SECRET}@host"]',
         f'urls = ["me:{SECRET}@host:8000"]',
         f'urls = ["http://me:{SECRET}/x@host:8000"]',

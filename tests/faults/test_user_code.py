@@ -184,8 +184,10 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
         ("def score(:", "raised SyntaxError"),
         ("raise SystemExit(0)", "raised SystemExit: 0"),
         ("raise RuntimeError('no GPU')", "raised RuntimeError: no GPU"),
-        ("import no_such_package", "No module named 'no_such_package'"),
-        ("", "has no attribute 'score'"),
+        ("import no_such_package", "No module named 'no_such_package'. Correct the module, or install what it imports"),
+        ("from json import nothing", "raised ImportError: cannot import name 'nothing' from 'json'"),
+        ("len.nothing", "raised AttributeError: 'builtin_function_or_method' object has no attribute 'nothing'. Corr"),
+        ("", "has no attribute 'score': expected reward.functions = 'module:name'. The module must be importable"),
         (b"\xff\xfe", "raised SyntaxError"),
     ],
 )

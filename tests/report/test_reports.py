@@ -223,6 +223,16 @@ def test_an_attribution_that_cannot_be_read_costs_only_itself(tmp_path: Path) ->
     assert "attribution.json is not shown" in found.text
 
 
+def test_files_that_are_no_text_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "attribution.json").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(SystemExit, match="error: not JSON"):
+        main(["report", str(tmp_path / "attribution.json")])
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    (run / "config.toml").write_bytes(b'name = "\xff"\n')
+    with pytest.raises(SystemExit, match=r"error: .*config\.toml is not valid TOML"):
+        main(["report", str(run)])
+
+
 def test_following_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +250,9 @@ def test_following_ends_with_the_run(
     assert reloads == [True]
     assert capsys.readouterr().out.splitlines() == [f"step 1: {run / 'report.html'}", str(run / "report.html")]
     assert "refresh" not in (run / "report.html").read_text()
+    (run / "config.toml").write_text("steps = 1\n")  # fewer than were made before
+    main(["report", str(run), "--follow"])
+    assert (reloads, capsys.readouterr().out.splitlines()[-1]) == ([True], str(run / "report.html"))
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ def test_a_wrong_command_line_is_refused(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, words)
     assert told in str(caught.value)
+    assert ("Put the recipe before" in str(caught.value)) == (words == ["--steps", "1", "2"])
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -210,6 +211,15 @@ def test_a_file_that_names_no_model_is_refused_unless_it_is_shrunk(tmp_path: Pat
         load_config(path)
     assert load_config(path, ["--model.path", "m", "--data.path", "d"]).model.path == "m"
     assert load_config(path, tiny=True).model.path == ""
+
+
+def test_a_shrunk_file_may_have_other_types_than_settings_have(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text("rollout = 1\nmodel = []\n")
+    assert load_config(path, tiny=True).model.path == ""
+    path.write_text("[model]\nlora_rank = 2\nlora_target_modules = 5\n")
+    with pytest.raises(ConfigError, match=r"model\.lora_target_modules: should be a valid tuple, found 5"):
+        load_config(path, tiny=True)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def inspect(files: tuple[Path, ...], /, *, check: str | None = None, json: bool 
 
     if not files:
         raise MoeReplayError("no trace file", expected="moe-replay inspect FILE ...")
+    if width < 1:
+        raise MoeReplayError("--width must be at least 1", found=width)
     summary = summarize(trace for file in files for trace in read_traces(file))
     topology = None if check is None else _topology(check)
     if json:

@@ -13,6 +13,7 @@ from moe_replay.errors import ExitStatus, LayoutError
 
 if TYPE_CHECKING:
     from moe_replay.tools.plan import Parallel, Work
+    from moe_replay.train.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,13 @@ class PlanCommand:
             if not 0 < getattr(self, name) < math.inf:
                 option = f"--{name.replace('_', '-')}"
                 raise LayoutError(f"{option} is not a positive number", found=getattr(self, name))
+        if self.prompt < 0:
+            raise LayoutError("--prompt is negative", found=self.prompt)
         if self.traces is not None:
             self._plan_balance(Path(self.traces))
             return
+        if not self.model and self.recipe is None:
+            raise LayoutError("no model to plan for", expected="--model MODEL, or --recipe RECIPE")
         if self.auto:
             self._propose()
             return
@@ -130,6 +135,8 @@ class PlanCommand:
             config = load_config(Path(self.recipe))
         else:
             prompt = self.prompt or 1
+            if prompt >= self.length:
+                raise LayoutError("no completion fits behind the prompt", expected=f"--length above {prompt}")
             tables = {
                 "model": {"path": self.model, "dtype": "bfloat16"},
                 "data": {"path": "prompts.jsonl", "max_prompt_length": prompt},
@@ -141,7 +148,7 @@ class PlanCommand:
                 "batch": {"packed": True, "tokens_per_micro_batch": self.length},
             }
             config = TrainConfig.model_validate(tables)
-        model = read_config(self.model or config.model.path)
+        model = read_config(self._model_of(config))
         machines = {"gpus": self.gpus, "gpu_gib": self.gpu_gib, "ranks_per_node": self.ranks_per_node}
         proposal = propose(config, ModelSizes.of(model), model, **machines)
         best = proposal.best
@@ -187,7 +194,7 @@ class PlanCommand:
 
         config = load_config(Path(recipe))
         check_width(config, self.ranks_per_node)
-        sizes = ModelSizes.of(read_config(self.model or config.model.path))
+        sizes = ModelSizes.of(read_config(self._model_of(config)))
         plan = plan_memory(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
         remedy = None if plan.fits else smallest_remedy(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
         speed = plan_speed(config, sizes, gpus=self.gpus, peak_tflops=self.gpu_tflops, mfu=self.mfu)
@@ -217,6 +224,11 @@ class PlanCommand:
             print(sync_text(costs, rates) if not config.rollout.lora else "weight update: the adapter alone")
         if not plan.fits:
             raise SystemExit(ExitStatus.CHECK_FAILED)
+
+    def _model_of(self, config: TrainConfig) -> str:
+        if not self.model and not config.model.path:
+            raise LayoutError("the recipe trains the embedded model", remedy="Name a model to plan for: --model MODEL")
+        return self.model or config.model.path
 
     def _parallel(self) -> Parallel:
         from moe_replay.tools.plan import Parallel

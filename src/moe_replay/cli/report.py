@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,7 @@ def _follow(folder: Path) -> None:
                 if not folder.is_dir():
                     raise
                 run = None  # before the first step
-            if run is not None and (run.failure or run.steps == run.settings.get("steps")):
+            if run is not None and (run.failure or run.steps >= run.settings.get("steps", math.inf)):
                 return
             if run is not None and run.steps != written:
                 page = write_run_report(folder, reload_s=FOLLOW_S)

@@ -131,13 +131,15 @@ class TrainCommand:
 
     def _config(self) -> TrainConfig:
         with needs_extra("training needs {}", "train"):
+            from moe_replay.train.config.command_line import apply_overrides
             from moe_replay.train.config.file import load_config
-        config = load_config(self.recipe, self.overrides, tiny=self.tiny)
-        if self.recipe is None and not config.model.path and not self.tiny:
+        named: dict[str, Any] = {}
+        apply_overrides(named, self.overrides)
+        if self.recipe is None and not self.tiny and not named.get("model", {}).get("path"):
             from moe_replay.demo import RECIPE
 
             return load_config(RECIPE, [*_half_precision(), *self.overrides])
-        return config
+        return load_config(self.recipe, self.overrides, tiny=self.tiny)
 
 
 @contextmanager

@@ -100,6 +100,8 @@ class VerifyCommand:
     def __call__(self) -> None:
         if problem := self._usage_problem():
             raise MoeReplayError(problem)
+        if self.output is not None:
+            _make_folder(self.output)
         with needs_extra("verify needs {}", "train"), stdout_on_stderr():
             attribution = self._of_traces() if self.traces else self._of_samples()
         limits = Thresholds(
@@ -307,10 +309,16 @@ def stdout_on_stderr() -> Iterator[None]:
         os.close(saved)
 
 
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MoeReplayError(f"--output cannot be written: {error}", remedy="Choose another folder") from error
+
+
 def _write(attribution: Attribution, folder: Path) -> None:
     from moe_replay.report.attribution_report import write_attribution_report
 
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "attribution.json").write_text(attribution.to_json(), encoding="utf-8")
     try:
         write_attribution_report(attribution, folder / "attribution.html")

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,7 +40,7 @@ def prepare(cache: Path | None = None, quick: bool = False, status: StatusCallba
     quick    build a version for tests in seconds, whose model knows little
     status   called with progress lines; None: stderr
     """
-    status = status or _to_stderr
+    status = status or partial(print, file=sys.stderr, flush=True)
     settings = QUICK if quick else FULL
     parent = (cache or default_cache()).absolute()
     folder = parent / f"demo-{_fingerprint(settings)}"
@@ -90,7 +91,3 @@ def _fingerprint(settings: DemoSettings) -> str:
     for library in ("torch", "transformers"):
         digest.update(version(library).encode())
     return digest.hexdigest()[:12]
-
-
-def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -59,7 +59,7 @@ _ROWS = (
 
 
 def read_attribution(path: Path) -> Attribution:
-    return Attribution.from_json(path.read_text(encoding="utf-8"))
+    return Attribution.from_json(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def write_attribution_report(attribution: Attribution, output: Path) -> Path:

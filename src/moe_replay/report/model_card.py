@@ -58,7 +58,7 @@ def model_card(run: RunRecord, step: int) -> str:
     return "\n".join(
         [
             *("---", *_front_matter(run), "---", "", f"# {run.label}", ""),
-            f"Trained with [moe-replay](https://pypi.org/project/moe-replay/) {__version__} for {step} steps.",
+            f"Trained with [moe-replay](https://github.com/moe-replay/moe-replay) {__version__} for {step} steps.",
             *("", "## Routing replay", "", f"{mode}{f' ({run.reason})' if run.reason else ''}.", "", *_mismatch(run)),
             *("", "## Training", "", "| | |", "|---|---|", *training, ""),
             f"Reward: {_number(run, 'reward/mean', 'start')} at the start, {_number(run, 'reward/mean', 'end')} "

@@ -96,9 +96,9 @@ def read_run(folder: Path) -> RunRecord:
     error = failure.read_text(encoding="utf-8").strip() if failure.is_file() else ""
     if not metrics:
         raise ReportError(f"the run in {folder} has not finished a step yet{error and f'; it failed: {error}'}")
-    mode, reason = _replay_plan(folder / "config.toml")
-    label = folder.resolve().name
-    return RunRecord(folder, label, _settings(folder / "config.toml"), mode, reason, metrics, error)
+    settings = _settings(folder / "config.toml")
+    mode, reason = _replay_plan(folder / "config.toml", settings)
+    return RunRecord(folder, folder.resolve().name, settings, mode, reason, metrics, error)
 
 
 def collect_series(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
@@ -128,7 +128,7 @@ def _settings(path: Path) -> dict[str, Any]:
         return {}
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # not TOML, or not text
         raise ReportError(f"{path} is not valid TOML: {error}") from error
     flat: dict[str, Any] = {}
     for name, value in tables.items():
@@ -138,20 +138,14 @@ def _settings(path: Path) -> dict[str, Any]:
     return flat
 
 
-def _replay_plan(path: Path) -> tuple[str, str]:
-    """Return (mode, reason), with `auto` resolved as in training; both empty if the file cannot be read."""
+def _replay_plan(path: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    """Return (mode, reason), with `auto` resolved as in training; both empty where that cannot be done."""
     try:
-        from moe_replay.train.config.file import ConfigError, load_config
+        from moe_replay.train.config.file import load_config
         from moe_replay.train.learn.replay_mode import plan_replay
-    except ImportError:  # no training extras on this machine
-        return _plain_mode(path)
-    try:
+
         plan = plan_replay(load_config(path))
-    except (ConfigError, OSError):
-        return _plain_mode(path)
+    except (ImportError, MoeReplayError):  # no training extras on this machine, or a file of another release
+        mode = str(settings.get("replay.mode", ""))
+        return (mode, "as configured") if mode in ("off", "r2", "r3") else ("", "")
     return plan.mode, plan.reason
-
-
-def _plain_mode(path: Path) -> tuple[str, str]:
-    mode = str(_settings(path).get("replay.mode", ""))
-    return (mode, "as configured") if mode in ("off", "r2", "r3") else ("", "")

@@ -253,8 +253,10 @@ def warnings(run: RunRecord) -> Iterator[str]:
         yield f"Misaligned routes were found in {_in_steps(where)}: run `moe-replay verify`."
     skipped = run["loss/skipped"]
     if (skipped.finite > 0).any():
+        count = skipped.finite.sum()
+        were_skipped = "updates were skipped because their" if count > 1 else "update was skipped because its"
         yield (
-            f"{format_number(skipped.finite.sum())} updates were skipped because their gradient was not finite "
+            f"{format_number(count)} {were_skipped} gradient was not finite "
             f"({_in_steps(skipped.steps[skipped.values > 0])})."
         )
     broken = {

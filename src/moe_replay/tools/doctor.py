@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_replay.engines.registry import ENGINES
@@ -67,8 +68,13 @@ class SystemInfo:
             triton=find_spec("triton") is not None,
             gpus=_gpus(),
             shared_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
-            disk_bytes=shutil.disk_usage(folder).free,
+            disk_bytes=shutil.disk_usage(_existing(Path(folder).absolute())).free,
         )
+
+
+def _existing(path: Path) -> Path:
+    """Return a path, or the nearest folder above it that exists: a run makes its folder itself."""
+    return path if path.exists() else _existing(path.parent)
 
 
 def checked_packages() -> list[str]:

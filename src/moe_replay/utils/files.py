@@ -12,8 +12,8 @@ Write = Callable[[Path], list[Path]]
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace a file atomically: a reader finds the old text or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write or replace a file atomically: a reader finds the old text or the new one, also if two processes write."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(text, encoding="utf-8")
     flush(partial)
     partial.replace(path)

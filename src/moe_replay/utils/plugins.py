@@ -87,26 +87,22 @@ def is_path(name: str) -> bool:
 def import_path(path: str, *, kind: str, key: str) -> Any:
     """Import `module:attribute`; any error that the module raises while it is imported names it."""
     module, _, attribute = path.partition(":")
-    try:
-        with user_code(f"{kind} {path!r} cannot be loaded: {module}", PluginError, remedy="Correct the module"):
-            return _imported(module, attribute)
-    except _NotFoundError as error:
-        raise PluginError(
-            f"{kind} {path!r} cannot be loaded: {error}",
-            expected=f"{key} = 'module:name'",
-            remedy="The module must be importable where training runs, e.g. a file in the working directory",
-        ) from error
-
-
-class _NotFoundError(MoeReplayError):
-    """A module or attribute that does not exist, or an import inside the module that fails."""
-
-
-def _imported(module: str, attribute: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise _NotFoundError(one_line(error)) from error
+    problem, remedy = f"{kind} {path!r} cannot be loaded", "Correct the module, or install what it imports"
+    with user_code(f"{problem}: {module}", PluginError, remedy=remedy):
+        try:
+            imported = importlib.import_module(module)
+            if hasattr(imported, attribute):
+                return getattr(imported, attribute)
+            missing = f"module {module!r} has no attribute {attribute!r}"
+        except ModuleNotFoundError as error:
+            if not f"{module}.".startswith(f"{error.name}."):  # of something that the module imports
+                raise
+            missing = one_line(error)
+    raise PluginError(
+        f"{problem}: {missing}",
+        expected=f"{key} = 'module:name'",
+        remedy="The module must be importable where training runs, e.g. a file in the working directory",
+    )
 
 
 @contextmanager

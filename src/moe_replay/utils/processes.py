@@ -225,11 +225,12 @@ _STDERR = 2
 
 
 class HangWatch:
-    """One timer for all threads that wait for a user's function; it restarts whenever one of them begins to wait."""
+    """One timer for all threads that wait for a user's function: it ends when the last of them should have given up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting = 0
+        self._end = 0.0
 
     @contextmanager
     def waiting(self, limit_s: float) -> Iterator[None]:
@@ -239,13 +240,17 @@ class HangWatch:
             return
         with self._lock:
             self._waiting += 1
-            faulthandler.dump_traceback_later(min(limit_s + HANG_GRACE_S, _LONGEST_S), exit=True, file=_STDERR)
+            now = time.monotonic()
+            left = max(min(limit_s + HANG_GRACE_S, _LONGEST_S), self._end - now)
+            self._end = now + left
+            faulthandler.dump_traceback_later(left, exit=True, file=_STDERR)
         try:
             yield
         finally:
             with self._lock:
                 self._waiting -= 1
                 if not self._waiting:
+                    self._end = 0.0
                     faulthandler.cancel_dump_traceback_later()
 
 

@@ -97,7 +97,7 @@ def notice_if_newer(package: str, version: str = "") -> None:
     except metadata.PackageNotFoundError:
         return
     if is_newer(package, installed):
-        name = NAMES.get(package, package)
+        name = NAMES[package]
         print(
             f"{name} {installed} is newer than the newest tested ({dotted(TESTED[package][1])}); it is tried",
             file=sys.stderr,

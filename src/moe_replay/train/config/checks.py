@@ -24,7 +24,7 @@ from moe_replay.train.config.sections import (
     Sections,
 )
 from moe_replay.utils.plugins import PluginError, import_path, is_path
-from moe_replay.utils.secrets import is_masked, mask_passwords
+from moe_replay.utils.secrets import is_masked, is_secret_name, mask_passwords
 
 MODES_OF_POLICIES = {
     "ids": ("off", "r2", "r3", "auto"),
@@ -137,7 +137,8 @@ def _unusable(config: Sections) -> Iterator[str]:
         if isinstance(value, int) and value > largest and key not in _UNLIMITED:
             yield f"{key}: {value} is too large; use at most {largest}"
         if isinstance(value, str) and _NO_TEXT.search(value):
-            yield f"{key}: {value!r} is not valid text; remove NUL characters and bytes that are not UTF-8"
+            shown = "the value" if is_secret_name(key) else mask_passwords(repr(value))
+            yield f"{key}: {shown} is not valid text; remove NUL characters and bytes that are not UTF-8"
     paths = {"model.path": config.model.path, "model.reference": config.model.reference, "data.path": config.data.path}
     paths |= {"data.eval_path": config.data.eval_path, "output": None if config.output is None else str(config.output)}
     for key, path in paths.items():
@@ -214,8 +215,12 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         if backend.megatron.get("moe_router_fusion"):
             yield "backend.megatron.moe_router_fusion: a fused router cannot replay routes; remove it"
         return
+    if backend.tensor_parallel > 1:
+        yield (
+            "backend.tensor_parallel: fsdp gathers each layer whole and divides experts only "
+            "(backend.expert_parallel); set backend.kind = megatron"
+        )
     megatron_only = {
-        "tensor_parallel": backend.tensor_parallel > 1,
         "expert_tensor_parallel": (backend.expert_tensor_parallel or 1) > 1,
         "pipeline_parallel": backend.pipeline_parallel > 1,
         "virtual_pipeline": backend.virtual_pipeline is not None,
@@ -224,12 +229,7 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         "distributed_optimizer": backend.distributed_optimizer,
     }
     for name, is_set in megatron_only.items():
-        if is_set and name == "tensor_parallel":
-            yield (
-                "backend.tensor_parallel: fsdp gathers each layer whole and divides experts only "
-                "(backend.expert_parallel); set backend.kind = megatron"
-            )
-        elif is_set:
+        if is_set:
             yield f"backend.{name}: fsdp has no such setting; set backend.kind = megatron"
 
 

@@ -6,7 +6,7 @@ Arguments are parsed by pydantic, like values in a file; only the number of argu
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
@@ -82,7 +82,7 @@ def default_text(field: FieldInfo) -> str:
     return "none" if value in (None, "", {}) else str(value)
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _options(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """["--a", "1", "2", "--b=3"] -> ("--a", ["1", "2"]), ("--b", ["3"])."""
     options: list[tuple[str, list[str]]] = []
     for word in words:
@@ -93,7 +93,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             options[-1][1].append(word)
         else:
             raise ConfigError(f"{word!r} belongs to no option", expected="--section.key value")
-    yield from options
+    return options
 
 
 def _without_no(name: str) -> str:
@@ -114,9 +114,8 @@ def parse_value(option: str, words: list[str], kind: Any) -> Any:
     if kind is bool and not words:
         return True
     if len(words) != 1:
-        raise ConfigError(
-            f"{option} takes one value", found=" ".join(words) or "none", remedy="Put the recipe before all options"
-        )
+        remedy = "Put the recipe before all options" if words else None
+        raise ConfigError(f"{option} takes one value", found=" ".join(words) or "none", remedy=remedy)
     return None if NoneType in kinds and _is_none(words) else words[0]
 
 

@@ -60,7 +60,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), *, tiny: bool 
     try:
         config = TrainConfig.model_validate(tables)
     except ValidationError as error:
-        where = "the configuration" if path is None else str(path)
+        where = "the configuration" if path in (None, RECIPE) else str(path)
         lines = [*_problems(error), *_further_problems(tables, error), *lines]
         raise ConfigError("\n  ".join([f"{where} is invalid", *lines])) from error
     if lines:
@@ -80,24 +80,24 @@ def shrink(tables: dict[str, Any]) -> dict[str, Any]:
     """
     tiny = tomllib.loads(RECIPE.read_text(encoding="utf-8"))
     tiny |= {"name": f"{tables.get('name', 'run')}-tiny", "steps": STEPS, "checkpoint": {"every": 0}}
-    tiny |= {name: dict(tables[name]) if isinstance(tables.get(name), dict) else {} for name in WHOLE}
     tiny |= {"seed": tables["seed"]} if "seed" in tables else {}
+    given = {name: table for name, table in tables.items() if isinstance(table, dict)}
+    tiny |= {name: dict(given.get(name, {})) for name in WHOLE}
     for section, keys in METHOD.items():
-        table = tables.get(section)
-        method = {key: table[key] for key in keys if key in table} if isinstance(table, dict) else {}
+        method = {key: value for key, value in given.get(section, {}).items() if key in keys}
         tiny[section] = tiny.get(section, {}) | method
     tiny["rollout"] |= {"prompts_per_step": PROMPTS, "num_generations": SAMPLES}
     tiny["rollout"]["dtype"] = "float32"  # vLLM in bfloat16 ends with an illegal instruction on some CPUs
     if find_spec("vllm") is None:
         tiny["rollout"] |= {"engine": "transformers", "options": {}}
-    if "environment" in tables.get("rollout", {}):
+    if "environment" in given.get("rollout", {}):
         tiny["rollout"]["environment"] = ENVIRONMENT
-    if targets := [name for name in tiny["model"].pop("lora_target_modules", ()) if name in LAYERS]:
+    targets = tiny["model"].pop("lora_target_modules", [])
+    if targets := [name for name in targets if name in LAYERS] if isinstance(targets, list) else targets:
         tiny["model"]["lora_target_modules"] = targets
-    algorithm, optim = tiny["algorithm"], tiny["optim"]
-    updates = algorithm.get("updates_per_rollout", algorithm.pop("steps_per_generation", 1))
-    algorithm["updates_per_rollout"] = gcd(updates, PROMPTS * SAMPLES) if isinstance(updates, int) else updates
-    optim.pop("warmup_steps", None)
+    updates = tiny["algorithm"].get("updates_per_rollout", 1)
+    tiny["algorithm"]["updates_per_rollout"] = gcd(updates, PROMPTS * SAMPLES) if isinstance(updates, int) else updates
+    tiny["optim"].pop("warmup_steps", None)
     return tiny
 
 
@@ -176,7 +176,8 @@ def _problems(error: ValidationError) -> list[str]:
             name = next((name for name in fields if f"{key}.".startswith(f"{name}.")), key)
             text = f" ({fields[name].description})" if name in fields else ""
             message = problem["msg"].removeprefix("Input ")
-            suffix = "" if is_secret_name(name) else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
+            is_secret = any(is_secret_name(str(part)) for part in problem["loc"])
+            suffix = "" if is_secret else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
             lines[f"{key}: {message}{suffix}{text}"] = None
     return [_shortened(line, 1000) for line in lines]
 

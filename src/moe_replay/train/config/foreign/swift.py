@@ -217,41 +217,33 @@ RENAMED = {
 }
 """Older names."""
 
-MEGATRON_DEFAULTS = {
+_DEFAULTS = {
     "max_completion_length": "512",
     "temperature": "0.9",
     "beta": "0.04",
     "loss_type": "grpo",
-    "router_replay_mode": "disabled",
-    "lr_decay_style": "cosine",
     "weight_decay": "0.1",
     "adam_beta2": "0.95",
     "seed": "42",
-    "expert_tensor_parallel_size": "1",
-    "use_distributed_optimizer": "true",
     "save_steps": "500",
     "max_resample_times": "3",
-    "global_batch_size": "16",
-    "recompute_granularity": "selective",
     "report_to": "tensorboard",
 }
+MEGATRON_DEFAULTS = _DEFAULTS | {
+    "router_replay_mode": "disabled",
+    "lr_decay_style": "cosine",
+    "expert_tensor_parallel_size": "1",
+    "use_distributed_optimizer": "true",
+    "global_batch_size": "16",
+    "recompute_granularity": "selective",
+}
 """Defaults of `megatron rlhf` that differ from ours."""
-SWIFT_DEFAULTS = {
-    "max_completion_length": "512",
-    "temperature": "0.9",
-    "beta": "0.04",
-    "loss_type": "grpo",
+SWIFT_DEFAULTS = _DEFAULTS | {
     "lr_scheduler_type": "cosine",
-    "weight_decay": "0.1",
-    "adam_beta2": "0.95",
-    "seed": "42",
     "gradient_checkpointing": "true",
     "padding_free": "false",
     "num_train_epochs": "3",
     "tuner_type": "lora",
-    "save_steps": "500",
-    "max_resample_times": "3",
-    "report_to": "tensorboard",
     "use_vllm": "false",
 }
 """Defaults of `swift rlhf` that differ from ours."""
