@@ -561,7 +561,8 @@ class FsdpBackend(Backend):
             self._state.load(folder)
             if self.device.type == "cuda":  # the fused step has its counters there
                 for state in self._optimizer.state.values():
-                    state["step"] = state["step"].to(self.device)
+                    if "step" in state:  # not of a checkpoint without the optimizer's state
+                        state["step"] = state["step"].to(self.device)
 
     def state_bytes(self) -> int:
         """Return the size of trained weights and, unless they are left out, their two moments, in float32."""

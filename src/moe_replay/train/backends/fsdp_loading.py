@@ -200,8 +200,21 @@ def _checkpoint_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
         return checkpoint(layer, *inputs, use_reentrant=False)
 
 
-# Scoring and training must compute the same function of the weights.
-_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+_RANDOM_IN_TRAINING = (
+    *("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    *("router_jitter_noise", "moe_jitter_eps"),
+)
+
+
+def _without_randomness(settings: Any) -> None:
+    """Scoring and training must compute the same function of the weights: nothing is random in training.
+
+    Also in the parts of a config, such as that of the language model in a multimodal one.
+    """
+    from transformers import PretrainedConfig
+
+    for part in (settings, *(value for value in vars(settings).values() if isinstance(value, PretrainedConfig))):
+        part.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(part, name, 0.0)})
 
 
 def sharded_model(
@@ -230,7 +243,7 @@ def sharded_model(
     seed = from_rank_0(lambda: int(torch.randint(2**62, ())), "drawing a seed") if has_adapters else 0
     with raise_on_all_ranks("loading the model"):
         settings = read_config(folder, trust_remote_code=config.trust_remote_code)
-        settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
+        _without_randomness(settings)
         check_experts(folder)
         has_scales = without_scales(settings)
         model = _empty(settings, config)
