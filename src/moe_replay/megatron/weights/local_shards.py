@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.distributed.collectives import all_gather
+from moe_replay.distributed.ranks import all_gather_json
 from moe_replay.megatron.weights.tensor_slices import ParameterShard, Shape
 from moe_replay.replay.adapters.megatron import language_model
 
@@ -82,11 +80,11 @@ class LocalModel:
         groups = ParallelGroups.of_this_process()
         named = [item for model in models for item in _named_tensors(model)]
         local = tuple(_spec(*item) for item in named)
-        stages = all_gather(np.frombuffer(specs_to_json(local), np.uint8), groups.pipeline)
+        stages = all_gather_json(specs_to_json(local), groups.pipeline)
         return cls(
             models[0].config,
             groups,
-            tuple(specs_from_json(stage.tobytes()) for stage in stages),
+            tuple(map(specs_from_json, stages)),
             tuple(tensor for _, tensor, _ in named),
             models[0].share_embeddings_and_output_weights,
         )
@@ -143,16 +141,14 @@ def global_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | Non
     return key, layer and layer_numbers[int(layer[0])] - 1, expert and int(expert[0])
 
 
-def specs_to_json(specs: Sequence[ParameterSpec]) -> bytes:
-    return json.dumps(
-        [[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.partition_dim] for spec in specs]
-    ).encode()
+def specs_to_json(specs: Sequence[ParameterSpec]) -> list[list[Any]]:
+    return [[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.partition_dim] for spec in specs]
 
 
-def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
+def specs_from_json(specs: Sequence[Sequence[Any]]) -> tuple[ParameterSpec, ...]:
     return tuple(
         ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), partition_dim)
-        for key, layer, expert, shape, dtype, partition_dim in json.loads(data)
+        for key, layer, expert, shape, dtype, partition_dim in specs
     )
 
 

@@ -74,7 +74,6 @@ class MegatronSource:
         like: Checkpoint,
         family: Family,
         adapters: Mapping[ParameterSpec, Merging] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._local = LocalModel.of(chunks)
         weight_map = WeightMap.of(family, like, self._local)
@@ -82,7 +81,7 @@ class MegatronSource:
         self._like = like
         self._info: dict[str, TensorInfo] = {}
         self._adapters = adapters or {}
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = BUCKET_BYTES
         self._positions = _positions(self._local)
         steps = list(self._steps(weight_map))
         self._layers = [list(of_layer) for _, of_layer in groupby(steps, key=lambda step: _layer_key(step.spec))]
