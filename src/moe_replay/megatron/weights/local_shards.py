@@ -79,7 +79,7 @@ class LocalModel:
         models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
         groups = ParallelGroups.of_this_process()
         named = [item for model in models for item in _named_tensors(model)]
-        local = tuple(_spec(*item) for item in named)
+        local = [ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, dim) for name, tensor, dim in named]
         stages = all_gather_json(specs_to_json(local), groups.pipeline)
         return cls(
             models[0].config,
@@ -199,10 +199,6 @@ def _partition_dim(tensor: Tensor, owner: nn.Module | None = None) -> int | None
         return 0 if any("ColumnParallel" in name for name in classes) else None
     is_sharded = getattr(tensor, "tensor_model_parallel", False)  # an attribute that Megatron-Core sets
     return tensor.partition_dim if is_sharded else None  # type: ignore[attr-defined]
-
-
-def _spec(name: tuple[str, int | None, int | None], tensor: Tensor, partition_dim: int | None) -> ParameterSpec:
-    return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, partition_dim)
 
 
 # ---- gather ---------------------------------------------------------------------------------------------------------

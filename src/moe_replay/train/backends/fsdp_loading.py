@@ -280,8 +280,7 @@ def sharded_model(
     with raise_on_all_ranks("checking the weights"):
         check_finite(((name, _checked(model, name, parameter)) for name, parameter in model.named_parameters()), folder)
     if isinstance(base, Fp8Base):
-        for line in base.describe():
-            logger.info("%s", line)
+        logger.info("%s", base.describe())
     return model
 
 
