@@ -341,7 +341,9 @@ def test_room_is_asked_for_before_training(tmp_path: Path, monkeypatch: pytest.M
     free = shutil.disk_usage(tmp_path).free
     like = tmp_path / "like"
     like.mkdir()
-    (like / "model.safetensors").write_bytes(bytes(1000))
+    (like / "model.safetensors").write_bytes(bytes(500))  # in 8 bits: an export has them in the type of the policy
+    exported = IteratorSource(lambda: [("model.norm.weight", torch.zeros(500, dtype=torch.bfloat16))])
+    monkeypatch.setattr(policy, "weight_source", lambda: exported)
     checkpoints.check_room(policy, like)
     assert hidden(tmp_path / "run") == []
 

@@ -288,7 +288,7 @@ class Checkpoints:
         """Raise unless all checkpoints that will exist together fit on the disk; call it before training."""
         checkpoint_bytes = policy.state_bytes()
         if export_like is not None and self._merge:
-            checkpoint_bytes += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
+            checkpoint_bytes += sum(tensor.nbytes for tensor in policy.weight_source().metadata())
         from_rank_0(lambda: self._check_room(checkpoint_bytes), "checking the disk space for checkpoints")
 
     def _check_room(self, checkpoint_bytes: int) -> None:
