@@ -81,7 +81,7 @@ def _give_to_fsdp(backend: Any, adapter: dict[str, Tensor]) -> None:
 
 
 def _give_to_megatron(backend: Any, adapter: dict[str, Tensor]) -> None:
-    for spec, own in backend._lora.adapters.items():
+    for spec, own in backend._adapters.items():
         for part in own.parts:
             name_down, name_up = module_names(part.name)
             down, up, first = adapter[name_down], adapter[name_up], part.group * RANK

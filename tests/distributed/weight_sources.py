@@ -81,7 +81,7 @@ def read_merged(folder: str, kind: str, settings: dict[str, Any], of_receivers: 
         if kind == "fsdp":
             ups = [p.to_local() for name, p in backend.model.named_parameters() if "lora_B" in name]
         else:
-            ups = [own.up for own in backend._lora.adapters.values()]
+            ups = [own.up for own in backend._adapters.values()]
         for up in ups:
             up.normal_()
     return [read(backend, receivers) for receivers in of_receivers]

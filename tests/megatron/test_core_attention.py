@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 
 from moe_replay.errors import UnsupportedRouterError
+from moe_replay.megatron import core_attention
 from moe_replay.megatron.core_attention import PlainCoreAttention
+from moe_replay.utils.device import varlen_kernel
 
 LENGTHS = [5, 1, 9, 4]
 HEADS, GROUPS, WIDTH = 4, 2, 8
@@ -97,20 +100,26 @@ def test_padded_is_packed(name: str) -> None:
     torch.testing.assert_close(padded.transpose(0, 1).reshape(packed.shape), packed)
 
 
+@pytest.mark.parametrize("shares_heads", [True, False])
 @pytest.mark.parametrize("name", ["plain", "window"])
-def test_the_kernel_of_packed_sequences_is_asked_for_the_same(name: str) -> None:
-    """On a GPU torch's kernel is called; here a stand-in with its signature."""
+def test_the_kernel_of_packed_sequences_is_asked_for_the_same(
+    monkeypatch: pytest.MonkeyPatch, name: str, shares_heads: bool
+) -> None:
+    """On a GPU torch's kernel is called; here a stand-in with its signature. That of 2.11 repeats no heads."""
+    monkeypatch.setattr(core_attention, "varlen_shares_heads", lambda: shares_heads)
     parts = inputs(sum(LENGTHS))
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, ends: Tensor, *longest: int, **how: Any):
         assert longest == (9, 9)
         assert how["scale"] == pytest.approx(WIDTH**-0.5)
-        assert how["enable_gqa"]
+        assert how.get("enable_gqa", False) == shares_heads
+        assert shares_heads or query.shape == key.shape == value.shape
+        groups = slice(None) if shares_heads else slice(None, None, HEADS // GROUPS)
         left, right = how["window_size"]
         assert right == 0
         lengths = (begins[1:] - begins[:-1]).tolist()
         assert torch.equal(begins, ends)
-        each = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
+        each = zip(*(part.split(lengths) for part in (query, key[:, groups], value[:, groups])), strict=True)
         return torch.cat([by_hand(*one, None if left < 0 else left, None) for one in each]).view_as(query)
 
     class OnGpu(PlainCoreAttention):
@@ -121,6 +130,17 @@ def test_the_kernel_of_packed_sequences_is_asked_for_the_same(name: str) -> None
     expected = core(*parts, packed_seq_params=packed_params(LENGTHS))
     core.__class__ = OnGpu
     torch.testing.assert_close(core(*parts, packed_seq_params=packed_params(LENGTHS)), expected)
+
+
+def test_a_kernel_without_windows_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.10 has none."""
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", lambda query, key, value, is_causal=False: query)
+    varlen_kernel.cache_clear()
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(5, HEADS, WIDTH))
+    try:
+        assert attention()._varlen_kernel(on_gpu, on_gpu) is None
+    finally:
+        varlen_kernel.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -197,8 +197,14 @@ def test_a_family_with_masks_of_its_own_keeps_the_attention_of_transformers() ->
     assert forward_arguments(model, TokenLayout.packed(LENGTHS), CPU) == {}
 
 
+def test_an_attention_that_is_not_the_models_is_refused() -> None:
+    """It knows nothing of chunks: the outputs of tokens behind the first one would be others."""
+    with pytest.raises(MoeReplayError, match=r"blocks would compute another attention.*chunked_attention.*\"auto\""):
+        use_attention(tiny_model("llama4_text"), "blocks", CPU, torch.float32, log=False)
+
+
 def test_a_torch_without_the_kernel_takes_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: None)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: None)
     attention._varlen_problem.cache_clear()
     found = choose(tiny_model("qwen3_moe"), CUDA, torch.bfloat16)
     attention._varlen_problem.cache_clear()

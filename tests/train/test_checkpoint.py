@@ -19,13 +19,16 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.megatron.weights.checkpoint import write_folder
+from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.checkpoint import checkpoint, manifest, rng
 from moe_replay.train.checkpoint.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.utils.files import sizes
 from tests.distributed.harness import run_ranks
+from tests.models import tiny_qwen3_moe
 from tests.support.policy import save_random_state
 from tests.support.weight_sources import IteratorSource
 from tests.train.policy import SmallPolicy
+from tests.train.runs import tiny_config
 
 SETTINGS = {"model.dtype": "float32", "backend.tensor_parallel": 1, "model.lora_target_modules": ("q_proj",)}
 
@@ -81,6 +84,23 @@ def test_the_generator_of_the_gpu_goes_on_too(tmp_path: Path) -> None:
     expected = torch.randn(8, device="cuda")
     Checkpoints(tmp_path).restore(policy)
     assert torch.equal(torch.randn(8, device="cuda"), expected)
+
+
+@pytest.mark.usefixtures("group")
+def test_weights_without_moments_are_loaded_for_a_fused_optimizer(tmp_path: Path) -> None:
+    """On a GPU its counters of steps are moved there; where no step was saved there are none."""
+    pytest.importorskip("transformers")
+    tiny_qwen3_moe().save_pretrained(tmp_path)
+    config = tiny_config(tmp_path, tmp_path, tmp_path / "run", checkpoint={"optimizer": False})
+    policy = FsdpBackend(config, str(tmp_path), torch.device("cpu"))
+    (tmp_path / "policy").mkdir()
+    policy.stage()(tmp_path / "policy")
+    saved = policy.model.model.norm.weight.detach().full_tensor()
+    with torch.no_grad():
+        policy.model.model.norm.weight.zero_()
+    policy.device = torch.device("cuda")
+    policy.load(tmp_path / "policy")
+    assert torch.equal(policy.model.model.norm.weight.full_tensor(), saved)
 
 
 def test_without_a_checkpoint_a_run_begins(tmp_path: Path) -> None:
@@ -321,7 +341,9 @@ def test_room_is_asked_for_before_training(tmp_path: Path, monkeypatch: pytest.M
     free = shutil.disk_usage(tmp_path).free
     like = tmp_path / "like"
     like.mkdir()
-    (like / "model.safetensors").write_bytes(bytes(1000))
+    (like / "model.safetensors").write_bytes(bytes(500))  # in 8 bits: an export has them in the type of the policy
+    exported = IteratorSource(lambda: [("model.norm.weight", torch.zeros(500, dtype=torch.bfloat16))])
+    monkeypatch.setattr(policy, "weight_source", lambda: exported)
     checkpoints.check_room(policy, like)
     assert hidden(tmp_path / "run") == []
 

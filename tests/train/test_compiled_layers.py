@@ -53,8 +53,8 @@ def traced_kernel(q, k, v, starts, key_starts, longest, most_keys, *, scale, win
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """Layers that are recomputed in the backward."""
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: traced_kernel)
-    monkeypatch.setattr(attention, "_varlen_shares_heads", lambda: True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: traced_kernel)
+    monkeypatch.setattr(attention, "varlen_shares_heads", lambda: True)
     made = tiny_qwen3_moe(num_hidden_layers=3, mlp_only_layers=[], experts_implementation="batched_mm").train()
     use_attention(made, "varlen", CPU, torch.float32, log=False)
     made.gradient_checkpointing_enable({"use_reentrant": False})

@@ -210,8 +210,8 @@ def test_micro_batches_in_flight_are_recomputed_with_their_own_plans(model: Any)
 
 @pytest.fixture
 def packed(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: traced_kernel)
-    monkeypatch.setattr(attention, "_varlen_shares_heads", lambda: True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: traced_kernel)
+    monkeypatch.setattr(attention, "varlen_shares_heads", lambda: True)
     use_attention(model, "varlen", CPU, torch.float32, log=False)
     torch._dynamo.reset()
     yield model

@@ -288,6 +288,18 @@ def one_number(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     return LossOutput(inputs.logprobs.sum(), {"spread": inputs.logprobs.std()})
 
 
+def detached(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    return LossOutput(inputs.logprobs.sum().item(), {})  # type: ignore[arg-type]
+
+
+def averaged(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    return LossOutput(inputs.logprobs.sum(), {"spread": inputs.logprobs.std().item()})  # type: ignore[dict-item]
+
+
+def without_metrics(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    return LossOutput(inputs.logprobs.sum(), None)  # type: ignore[arg-type]
+
+
 def shadowing(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     return LossOutput(inputs.logprobs.sum(), {"entropy": inputs.logprobs.detach()})
 
@@ -309,6 +321,9 @@ def test_every_rank_knows_the_metrics_of_a_loss_without_tokens() -> None:
     [
         ("unsummed", r"scalar loss.*found a loss of shape \(4,\)"),
         ("one_number", r"one value per token.*spread of shape \(4,\).*found shape \(\)"),
+        ("detached", r"scalar loss.*found a loss of type float"),
+        ("averaged", r"one value per token.*spread of shape \(4,\).*found type float"),
+        ("without_metrics", "mapping of metrics.*token_metrics of type NoneType"),
         ("shadowing", "name that the trainer uses itself.*found entropy"),
         ("broken", "raised KeyError: 'temperature'"),
     ],

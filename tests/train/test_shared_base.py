@@ -22,6 +22,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.weights.shared import ExportedWeights, NamedRows, OpenedWeights, digests, place_of
 from tests.models import random_ids, tiny_qwen3_moe
 from tests.support.policy import all_weights
+from tests.train.test_host_memory import bytes_away
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers", "5")
@@ -191,7 +192,7 @@ def test_memory_of_the_engine_is_not_offloaded(folders: dict[str, Path], group: 
     policy = backend(folders["qwen3_moe"], base, **sections)
     before = policy.model.eval()(input_ids=random_ids(2, 12)).logits.detach()
     policy.offload()
-    away = sum(policy._offload.num_bytes.values())
+    away = sum(map(bytes_away, policy._offload._memory.values()))
     assert away == sum(p.to_local().nbytes for p in policy.model.parameters() if p.requires_grad)
     base.check(exported.digests())
     policy.reload()

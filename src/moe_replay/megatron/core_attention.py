@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.megatron.parameters import new_parameter
+from moe_replay.utils.device import varlen_kernel, varlen_shares_heads
 
 _HALF = (torch.bfloat16, torch.float16)  # dtypes of torch's varlen attention
 
@@ -79,12 +79,15 @@ class PlainCoreAttention(nn.Module):
         if varlen is not None:
             longest = packed_seq_params.max_seqlen_q
             window = (-1 if self.window is None else self.window, 0)
+            shared = {"enable_gqa": True} if varlen_shares_heads() else {}
+            if not shared:
+                key, value = _repeated(query, key, value)
             return varlen(
                 *(part.contiguous() for part in (query, key, value)),
                 *(bounds, bounds, longest, longest),
                 scale=self.scale,
                 window_size=window,
-                enable_gqa=True,
+                **shared,
             )
         lengths = (bounds[1:] - bounds[:-1]).tolist()
         query, key, value = (part.unsqueeze(1) for part in (query, key, value))
@@ -98,11 +101,7 @@ class PlainCoreAttention(nn.Module):
         is_plain = self.softmax_offset is None and self.context_group is None
         if not (is_plain and query.is_cuda and query.dtype in _HALF and query.shape[-1] == value.shape[-1]):
             return None
-        if find_spec("torch.nn.attention.varlen") is None:
-            return None
-        from torch.nn.attention.varlen import varlen_attn
-
-        return varlen_attn
+        return varlen_kernel()
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend within sequences that are whole on this rank, (s, b, heads, dim)."""
@@ -128,8 +127,7 @@ class PlainCoreAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         """Return (s, b, heads, dim); `visible` (s, keys), None: causal."""
-        repeats = query.shape[2] // key.shape[2]  # grouped queries
-        key, value = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
+        key, value = _repeated(query, key, value)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         if self.softmax_offset is None or visible is None:
             causal = visible is None
@@ -155,6 +153,12 @@ def use_plain_attention(spec: Any) -> Any:
         if hasattr(parts, "core_attention"):
             parts.core_attention = PlainCoreAttention
     return spec
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values (..., heads, dim) with as many heads as the queries, of which several share one."""
+    repeats = query.shape[-2] // key.shape[-2]
+    return key.repeat_interleave(repeats, dim=-2), value.repeat_interleave(repeats, dim=-2)
 
 
 def _context_group(pg_collection: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import platform
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,23 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     if platform.machine() not in ("aarch64", "arm64") or not cpuinfo.is_file():
         return True
     return "bf16" in cpuinfo.read_text(encoding="utf-8").split()
+
+
+@cache
+def varlen_kernel() -> Callable[..., Any] | None:
+    """Return torch's flash attention over sequences of different lengths; None before 2.11, where it has no windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+@cache
+def varlen_shares_heads() -> bool:
+    """Whether `varlen_kernel` takes fewer heads of keys than of queries."""
+    kernel = varlen_kernel()
+    return kernel is not None and "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def device_module(device: torch.device) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_replay.megatron import weights
 from moe_replay.megatron.weights.deepseek_v3 import prediction_layers
+from moe_replay.megatron.weights.family import rope_parameters
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.utils.plugins import PluginError
 from tests.megatron.weights.models import VARIANTS
@@ -24,6 +25,14 @@ def settings_of(variant: str, **changes: Any) -> dict[str, Any]:
     if family == "gpt_oss":  # whose activation is Megatron-Core's
         pytest.importorskip("megatron.core")
     return weights.family_of(family).settings(AutoConfig.for_model(family, **(settings | changes)))
+
+
+def test_rotary_settings_of_release_4_are_complete() -> None:
+    """Where release 5 has one dictionary, 4.57 has a factor of its own beside base and scaling."""
+    glm = SimpleNamespace(rope_theta=1e6, rope_scaling=None, partial_rotary_factor=0.5)
+    assert rope_parameters(glm) == {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}
+    scaled = SimpleNamespace(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0})
+    assert rope_parameters(scaled) == {"rope_theta": 1e4, "rope_type": "linear", "type": "linear", "factor": 2.0}
 
 
 def test_dense_layers_are_counted() -> None:

@@ -278,7 +278,9 @@ def _write_files(
     if index is not None:
         written.append(folder / INDEX)
         written[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    for path in _config_and_tokenizer_files(like):
+    for path in sorted(like.iterdir()):
+        if not path.is_file() or path.suffix not in _COPIED_SUFFIXES or path.name.endswith(".index.json"):
+            continue
         written.append(folder / path.name)
         if path.name == "config.json":
             _copy_config(path, written[-1])
@@ -371,11 +373,3 @@ def write_folder(
     with raise_on_all_ranks("writing an export"):
         write(Path(folder))
     barrier()  # no rank returns before the folder is complete
-
-
-def _config_and_tokenizer_files(folder: Path) -> Iterable[Path]:
-    return (
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json")
-    )

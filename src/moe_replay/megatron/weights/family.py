@@ -203,7 +203,9 @@ def rope_parameters(hf: Any) -> dict[str, Any]:
         return dict(parameters)
     scaling = getattr(hf, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {**scaling, "rope_theta": hf.rope_theta, "rope_type": kind}
+    partial = getattr(hf, "partial_rotary_factor", None)
+    factor = {} if partial is None else {"partial_rotary_factor": partial}
+    return {**scaling, **factor, "rope_theta": hf.rope_theta, "rope_type": kind}
 
 
 def require(hf: Any, name: str, *allowed: object) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.distributed.collectives import all_gather
+from moe_replay.distributed.ranks import all_gather_json
 from moe_replay.megatron.weights.tensor_slices import ParameterShard, Shape
 from moe_replay.replay.adapters.megatron import language_model
 
@@ -81,12 +79,12 @@ class LocalModel:
         models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
         groups = ParallelGroups.of_this_process()
         named = [item for model in models for item in _named_tensors(model)]
-        local = tuple(_spec(*item) for item in named)
-        stages = all_gather(np.frombuffer(specs_to_json(local), np.uint8), groups.pipeline)
+        local = [ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, dim) for name, tensor, dim in named]
+        stages = all_gather_json(specs_to_json(local), groups.pipeline)
         return cls(
             models[0].config,
             groups,
-            tuple(specs_from_json(stage.tobytes()) for stage in stages),
+            tuple(map(specs_from_json, stages)),
             tuple(tensor for _, tensor, _ in named),
             models[0].share_embeddings_and_output_weights,
         )
@@ -143,16 +141,14 @@ def global_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | Non
     return key, layer and layer_numbers[int(layer[0])] - 1, expert and int(expert[0])
 
 
-def specs_to_json(specs: Sequence[ParameterSpec]) -> bytes:
-    return json.dumps(
-        [[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.partition_dim] for spec in specs]
-    ).encode()
+def specs_to_json(specs: Sequence[ParameterSpec]) -> list[list[Any]]:
+    return [[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.partition_dim] for spec in specs]
 
 
-def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
+def specs_from_json(specs: Sequence[Sequence[Any]]) -> tuple[ParameterSpec, ...]:
     return tuple(
         ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), partition_dim)
-        for key, layer, expert, shape, dtype, partition_dim in json.loads(data)
+        for key, layer, expert, shape, dtype, partition_dim in specs
     )
 
 
@@ -203,10 +199,6 @@ def _partition_dim(tensor: Tensor, owner: nn.Module | None = None) -> int | None
         return 0 if any("ColumnParallel" in name for name in classes) else None
     is_sharded = getattr(tensor, "tensor_model_parallel", False)  # an attribute that Megatron-Core sets
     return tensor.partition_dim if is_sharded else None  # type: ignore[attr-defined]
-
-
-def _spec(name: tuple[str, int | None, int | None], tensor: Tensor, partition_dim: int | None) -> ParameterSpec:
-    return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, partition_dim)
 
 
 # ---- gather ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moe_replay.megatron.weights.family import HF_LAYER, LAYER, Family, fused_expert_rules
 from moe_replay.megatron.weights.qwen3_next import (
     SHARED_RULES,
-    GatedAttentionOrDeltaNet,
     PlainGatedDeltaNet,
     delta_net_channels,
     delta_net_rules,
@@ -51,12 +50,6 @@ class SplitGatedDeltaNet(PlainGatedDeltaNet):
         return mixed, gate, beta, alpha
 
 
-class GatedAttentionOrSplitDeltaNet(GatedAttentionOrDeltaNet):
-    """The same with the other delta net."""
-
-    delta_net = SplitGatedDeltaNet
-
-
 def _rules() -> dict[str, Rule]:
     prefix, hf_prefix = LAYER + "self_attention.", HF_LAYER + "linear_attn."
     joined = {prefix + f"in_proj_{part}.weight" for part in ("qkvz", "ba")}
@@ -84,7 +77,7 @@ QWEN3_5_MOE_TEXT = Family(
     rules=_rules(),
     fused_rules=fused_expert_rules(),
     settings=settings,
-    adapt_spec=partial(with_delta_nets, attention_of_layer=GatedAttentionOrSplitDeltaNet),
+    adapt_spec=partial(with_delta_nets, delta_net=SplitGatedDeltaNet),
     extra_tensors=prediction_layers,
     local_layers=True,
 )

@@ -146,13 +146,13 @@ class PlainGatedDeltaNet(nn.Module):
 class GatedAttentionOrDeltaNet:
     """Builds the attention of a layer by its index in the config's `linear_attention_freq`."""
 
-    delta_net: type[PlainGatedDeltaNet] = PlainGatedDeltaNet
-
-    def __new__(cls, config: Any, submodules: Any, layer_number: int, **settings: Any) -> Any:
+    def __new__(
+        cls, config: Any, submodules: Any, layer_number: int, delta_net: type[PlainGatedDeltaNet], **settings: Any
+    ) -> Any:
         from megatron.core.transformer.attention import SelfAttention
 
         if config.linear_attention_freq[layer_number - 1]:
-            return cls.delta_net(config, layer_number, **settings)
+            return delta_net(config, layer_number, **settings)
         return SelfAttention(config, submodules, layer_number, **settings)
 
 
@@ -206,9 +206,7 @@ def settings(hf: Any) -> dict[str, Any]:
     }
 
 
-def with_delta_nets(
-    spec: Any, config: Any, attention_of_layer: type[GatedAttentionOrDeltaNet] = GatedAttentionOrDeltaNet
-) -> Any:
+def with_delta_nets(spec: Any, config: Any, delta_net: type[PlainGatedDeltaNet] = PlainGatedDeltaNet) -> Any:
     """Put both kinds of attention and the zero-centred norm into every layer; refuse layouts they do not support."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -217,7 +215,8 @@ def with_delta_nets(
         parts, attention = layer.submodules, layer.submodules.self_attention
         parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = ZeroCentredNorm
-        parts.self_attention = ModuleSpec(attention_of_layer, attention.params, attention.submodules)
+        params = {**attention.params, "delta_net": delta_net}
+        parts.self_attention = ModuleSpec(GatedAttentionOrDeltaNet, params, attention.submodules)
     spec.layer_norm = ZeroCentredNorm
     return spec
 

@@ -74,18 +74,19 @@ class MegatronSource:
         like: Checkpoint,
         family: Family,
         adapters: Mapping[ParameterSpec, Merging] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._local = LocalModel.of(chunks)
         weight_map = WeightMap.of(family, like, self._local)
         check(like, self._local, weight_map)
+        self._parameters = dict(self._local.parameters)
         self._like = like
         self._info: dict[str, TensorInfo] = {}
         self._adapters = adapters or {}
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = BUCKET_BYTES
         self._positions = _positions(self._local)
         steps = list(self._steps(weight_map))
-        self._layers = [list(of_layer) for _, of_layer in groupby(steps, key=lambda step: _layer_key(step.spec))]
+        by_layer = groupby(steps, key=lambda step: (step.spec.layer, step.spec.key.startswith("embedding.")))
+        self._layers = [list(of_layer) for _, of_layer in by_layer]
 
     def metadata(self) -> Sequence[TensorInfo]:
         """Return every tensor of the checkpoint, in the order of `groups`."""
@@ -96,17 +97,14 @@ class MegatronSource:
 
         A yielded list is cleared when the next one is requested.
         """
-        parameters = dict(self._local.parameters)
         all_ranks = set(range(dist.get_world_size()))
         for steps in self._layers:
             group: Group = []
             assembly = _Assembly(self._info)
             if set(receivers) >= all_ranks:
-                received = (self._gathered(step, parameters) for step in steps)
+                received = map(self._gathered, steps)
             else:
-                received = (
-                    item for bucket in self._buckets(steps) for item in self._sent(bucket, receivers, parameters)
-                )
+                received = (item for bucket in self._buckets(steps) for item in self._sent(bucket, receivers))
             for step, shards in received:
                 for shard, values in zip(step.shards, shards, strict=True):
                     for part in shard.parts:
@@ -169,28 +167,26 @@ class MegatronSource:
 
     # ---- transfers ----------------------------------------------------------------------------------------------
 
-    def _local_values(self, spec: ParameterSpec, parameters: Mapping[ParameterSpec, Tensor]) -> Tensor:
+    def _local_values(self, spec: ParameterSpec) -> Tensor:
         """Return this rank's shard of a parameter, with its adapter merged."""
-        values = parameters[spec].detach()
+        values = self._parameters[spec].detach()
         return self._adapters[spec].merged(values) if spec in self._adapters else values
 
-    def _gathered(self, step: _Step, parameters: Mapping[ParameterSpec, Tensor]) -> tuple[_Step, list[Tensor]]:
+    def _gathered(self, step: _Step) -> tuple[_Step, list[Tensor]]:
         """Return all shards of a parameter, on every rank."""
         is_local = step.stage == self._local.groups.pipeline.rank()
-        values = self._local_values(step.spec, parameters) if is_local else None
+        values = self._local_values(step.spec) if is_local else None
         shards = gather(self._local, step.spec, step.stage, values)
         return step, [shards[shard.expert_rank, shard.rank] for shard in step.shards]
 
-    def _sent(
-        self, steps: Sequence[_Step], receivers: Collection[int], parameters: Mapping[ParameterSpec, Tensor]
-    ) -> Iterator[tuple[_Step, list[Tensor]]]:
+    def _sent(self, steps: Sequence[_Step], receivers: Collection[int]) -> Iterator[tuple[_Step, list[Tensor]]]:
         """Yield all shards of some parameters on receiving ranks; nothing on the others."""
         me, exchange = dist.get_rank(), Exchange()
         received: list[tuple[_Step, list[Tensor]]] = []
         for step in steps:
             values: Tensor | None = None
             if any(me in shard.holders for shard in step.shards):
-                values = self._local_values(step.spec, parameters)
+                values = self._local_values(step.spec)
             shards: list[Tensor] = []
             for shard in step.shards:
                 for receiver in sorted(receivers):
@@ -207,10 +203,6 @@ class MegatronSource:
         if me in receivers:
             while received:
                 yield received.pop(0)
-
-
-def _layer_key(spec: ParameterSpec) -> tuple[int | None, bool]:
-    return spec.layer, spec.key.startswith("embedding.")
 
 
 def _positions(local: LocalModel) -> list[_Position]:

@@ -15,7 +15,6 @@ so windows, sinks and soft caps are those of the whole sequence.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends.ulysses import ContextParallel
-from moe_replay.utils.device import to_device
+from moe_replay.utils.device import to_device, varlen_kernel, varlen_shares_heads
 from moe_replay.weights.model_folder import ModelError
 
 logger = logging.getLogger(__name__)
@@ -150,12 +149,19 @@ def use_attention(model: Any, name: str, device: torch.device, dtype: torch.dtyp
         name, reason = choose(model, device, dtype)
         if log:
             logger.info("attention: %s (%s)", name, reason)
+    elif problem := _mask_problem(model):
+        raise ModelError(
+            f"model.attn_implementation: {name} would compute another attention than this model's",
+            expected="attention by windows, sinks and soft caps alone",
+            found=problem,
+            remedy='Set model.attn_implementation = "auto"',
+        )
     if name not in IMPLEMENTATIONS:
         return  # what it was built with
     from transformers import AttentionInterface
 
     if name == "varlen":
-        _varlen.kernel, _varlen.shares_heads = _varlen_kernel(), _varlen_shares_heads()
+        _varlen.kernel, _varlen.shares_heads = varlen_kernel(), varlen_shares_heads()
     AttentionInterface.register(name, IMPLEMENTATIONS[name])
     model.set_attn_implementation(name)
     model.register_forward_pre_hook(_add_sequences, with_kwargs=True)
@@ -169,7 +175,7 @@ def check_context_parallel(model: Any, size: int) -> None:
     """
     if size == 1:
         return
-    problem, name = mixing_problem(model), model.config._attn_implementation
+    problem, name = _mask_problem(model) or _state_problem(model), model.config._attn_implementation
     if problem is None and name not in IMPLEMENTATIONS:
         problem = f"{name} is an attention of Transformers, which sees the columns of one rank"
     if problem is not None:
@@ -181,14 +187,11 @@ def check_context_parallel(model: Any, size: int) -> None:
         )
 
 
-def mixing_problem(model: Any) -> str | None:
-    """Return why tokens of a sequence meet elsewhere than in the attention of this module; None: they do not."""
-    types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if unsupported := sorted(types - _BY_HEADS):
-        return f"{type(model).__name__} has layers of {', '.join(unsupported)}"
-    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{type(model).__name__} has convolutions over the tokens of a sequence"
-    return _mask_problem(model)
+def _state_problem(model: Any) -> str | None:
+    """Return why tokens of a sequence meet elsewhere than in its attention; None: they do not."""
+    types = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())} - _BY_HEADS
+    kinds = sorted(types) or ["convolutions"] * any(isinstance(module, nn.Conv1d) for module in model.modules())
+    return f"{type(model).__name__} carries a state from token to token ({', '.join(kinds)})" if kinds else None
 
 
 def choose(model: Any, device: torch.device, dtype: torch.dtype) -> Choice:
@@ -202,10 +205,7 @@ def choose(model: Any, device: torch.device, dtype: torch.dtype) -> Choice:
         return Choice("blocks", "soft-capped scores: one sequence after the other")
     if dtype == torch.float32:
         return Choice("blocks", "no flash kernel in float32: one sequence after the other")
-    needs_flex = _needs_flex(model)
-    if needs_flex is not None:
-        return Choice("flex", f"{needs_flex}: flex_attention")
-    problem = _varlen_problem(device, dtype)
+    problem = _needs_flex(model) or _varlen_problem(device, dtype)
     if problem is not None:
         return Choice("flex", f"{problem}: flex_attention")
     return Choice("varlen", "torch's varlen_attn, flash attention sequence by sequence")
@@ -238,7 +238,7 @@ def _needs_flex(model: Any) -> str | None:
 @cache
 def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why `varlen_attn` cannot be used; one small call shows it."""
-    kernel = _varlen_kernel()
+    kernel = varlen_kernel()
     if kernel is None:
         return f"torch {torch.__version__} has no varlen_attn with windows"
     heads = torch.zeros(16, 1, 64, dtype=dtype, device=device)
@@ -255,13 +255,9 @@ def sharing_problem(model: Any, device: torch.device, dtype: torch.dtype) -> str
     name = model.config._attn_implementation
     if name not in IMPLEMENTATIONS:
         return f"the attention {name!r} cannot show a prefix to several sequences"
-    others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
-    if others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        kinds = ", ".join(sorted(others)) or "convolutions"
-        return f"{type(model).__name__} carries a state from token to token ({kinds})"
     if name == "varlen":
-        return _last_queries_problem(device, dtype)
-    return None
+        return _state_problem(model) or _last_queries_problem(device, dtype)
+    return _state_problem(model)
 
 
 @cache
@@ -290,22 +286,6 @@ def _last_queries_problem(device: torch.device, dtype: torch.dtype) -> str | Non
         if not apart < LARGEST_ROUNDING:
             return f"varlen_attn is {apart:.2g} from plain attention where sequences have fewer queries than keys"
     return None
-
-
-@cache
-def _varlen_kernel() -> Callable[..., Any] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
-
-
-@cache
-def _varlen_shares_heads() -> bool:
-    """Whether `varlen_attn` takes fewer heads of keys than of queries."""
-    kernel = _varlen_kernel()
-    return kernel is not None and "enable_gqa" in inspect.signature(kernel).parameters
 
 
 @dataclass

@@ -24,9 +24,9 @@ def move_adapters(model: nn.Module) -> None:
     Each module of experts gets `expert_adapters`: the wrapper of each adapted parameter, by its name.
     """
     for wrapper in _wrappers(model):
-        if wrapper.num_experts > 1 and not isinstance(wrapper.forward, _Through):
+        if wrapper.num_experts > 1 and "forward" not in vars(wrapper):
             experts = wrapper.get_base_layer()
-            wrapper.forward = _Through(wrapper)
+            wrapper.forward = wrapper.base_layer.__call__
             experts.expert_adapters = {**getattr(experts, "expert_adapters", {}), wrapper.parameter_name: wrapper}
 
 
@@ -36,16 +36,6 @@ def _wrappers(model: nn.Module) -> Iterator[Any]:
     except ImportError:
         return
     yield from (module for module in model.modules() if isinstance(module, ParamWrapper))
-
-
-class _Through:
-    """The forward of a wrapper whose adapter is applied elsewhere."""
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper.base_layer(*args, **kwargs)
 
 
 def with_adapter(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,9 +46,8 @@ class Fp8Base:
             if type(owner.module) is nn.Linear:
                 owner.module.__class__ = Fp8Linear
 
-    def describe(self) -> Iterator[str]:
-        """Yield lines for the console."""
-        yield (
+    def describe(self) -> str:
+        return (
             f"frozen weights: {gib_or_kib(self._bytes[True])} in 8 bits ({len(self._names)} tensors), "
             f"{gib_or_kib(self._bytes[False])} as computed with"
         )

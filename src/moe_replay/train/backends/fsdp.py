@@ -87,16 +87,17 @@ class FsdpSource:
         self._model, self._dtype, self._scale = model, dtype, scale
         self._adapted = {weight.weight: weight for weight in adapted}
         self._factors = {name for weight in adapted for name in (weight.down, weight.up)}
+        self._form = CheckpointForm(model)
         self._metadata: list[TensorInfo] | None = None
 
     def metadata(self) -> Sequence[TensorInfo]:
         if self._metadata is None:
-            state, form = self._state(), CheckpointForm(self._model)
+            state = self._state()
             self._metadata = [
                 TensorInfo.of(name, tensor)
-                for parts in self._parts(state, form)
+                for parts in self._parts(state)
                 for part in parts
-                for name, tensor in self._named(form, part, _empty(state[part.name], part, self._dtype)).items()
+                for name, tensor in self._named(part, _empty(state[part.name], part, self._dtype)).items()
             ]
         return self._metadata
 
@@ -106,9 +107,9 @@ class FsdpSource:
         Divided experts come after their layer, those of each rank of an expert-parallel group in another list. A list
         that has been yielded is emptied when the next one is requested.
         """
-        state, form = self._state(), CheckpointForm(self._model)
-        for parts in self._parts(state, form):
-            group = self._group(state, parts, receivers, form)
+        state = self._state()
+        for parts in self._parts(state):
+            group = self._group(state, parts, receivers)
             yield group
             group.clear()
 
@@ -122,10 +123,10 @@ class FsdpSource:
         self, receivers: Collection[int], copies: Callable[[int], Collection[int]], *, parts: bool
     ) -> Iterator[HandedGroup]:
         """Yield the tensors of each layer without its experts on `receivers`, then the experts of each rank there."""
-        state, form = self._state(), CheckpointForm(self._model)
-        for owner, of_owner in self._owned_parts(state, form, parts):
+        state = self._state()
+        for owner, of_owner in self._owned_parts(state, parts):
             holders = receivers if owner is None else {owner, *copies(owner)}
-            group = self._group(state, of_owner, holders, form)
+            group = self._group(state, of_owner, holders)
             names = {self._plain_name(part.name): part for part in of_owner if part.experts is not None}
             rows = {
                 name: (part.experts.start, state[part.name].shape[0])
@@ -135,9 +136,9 @@ class FsdpSource:
             yield HandedGroup(owner, group, rows)
             group.clear()
 
-    def _parts(self, state: Mapping[str, Tensor], form: CheckpointForm) -> Iterator[list[_Part]]:
+    def _parts(self, state: Mapping[str, Tensor]) -> Iterator[list[_Part]]:
         """Yield what each group has."""
-        for names, divided in self._layers(state, form, parts=False):
+        for names, divided in self._layers(state, parts=False):
             yield [_Part(name) for name in names]
             if divided:
                 experts = range(state[divided[0]].shape[0])
@@ -145,35 +146,29 @@ class FsdpSource:
                 for first in experts[::size]:
                     yield [_Part(name, experts[first : first + size]) for name in divided]
 
-    def _owned_parts(
-        self, state: Mapping[str, Tensor], form: CheckpointForm, parts: bool
-    ) -> Iterator[tuple[int | None, list[_Part]]]:
+    def _owned_parts(self, state: Mapping[str, Tensor], parts: bool) -> Iterator[tuple[int | None, list[_Part]]]:
         """Yield what each group has, and the rank that holds it alone."""
-        for names, divided in self._layers(state, form, parts):
+        for names, divided in self._layers(state, parts):
             yield None, [_Part(name) for name in names]
             for owner in range(dist.get_world_size()) if divided else ():
                 owned = [_Part(name, rows_of_rank(state[name], owner)) for name in divided]  # type: ignore[arg-type]
                 if any(part.experts for part in owned):
                     yield owner, owned
 
-    def _layers(
-        self, state: Mapping[str, Tensor], form: CheckpointForm, parts: bool
-    ) -> Iterator[tuple[list[str], list[str]]]:
+    def _layers(self, state: Mapping[str, Tensor], parts: bool) -> Iterator[tuple[list[str], list[str]]]:
         """Yield the names of each layer, and those of its divided experts; `parts`: of fused ones too."""
         layers = [name for name, _ in named_layers(self._model)]
         layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
         for _, group in groupby(state, key=lambda name: layer_of.get(name, "")):
             names = [name for name in group if name not in self._factors]
-            divided = [
-                name for name in names if is_divided(state[name]) and self._can_be_cut(state[name], name, form, parts)
-            ]
+            divided = [name for name in names if is_divided(state[name]) and self._can_be_cut(state[name], name, parts)]
             yield [name for name in names if name not in divided], divided
 
-    def _can_be_cut(self, tensor: Tensor, name: str, form: CheckpointForm, parts: bool) -> bool:
+    def _can_be_cut(self, tensor: Tensor, name: str, parts: bool) -> bool:
         """Return whether some experts alone make up tensors of the checkpoint; `parts`: or rows of them."""
         whole, alone = _Part(name), _Part(name, range(1))
-        of_all = self._named(form, whole, _empty(tensor, whole, self._dtype))
-        of_one = self._named(form, alone, _empty(tensor, alone, self._dtype))
+        of_all = self._named(whole, _empty(tensor, whole, self._dtype))
+        of_one = self._named(alone, _empty(tensor, alone, self._dtype))
         if parts and [*of_all] == [*of_one] == [self._plain_name(name)]:  # as the model has it
             (all_rows,), (one_row,) = of_all.values(), of_one.values()
             return all_rows.shape == tensor.shape and one_row.shape == (1, *tensor.shape[1:])
@@ -182,9 +177,9 @@ class FsdpSource:
             for key, part_tensor in of_one.items()
         )
 
-    def _named(self, form: CheckpointForm, part: _Part, values: Tensor) -> dict[str, Tensor]:
+    def _named(self, part: _Part, values: Tensor) -> dict[str, Tensor]:
         """Return what a part of a parameter is in the checkpoint."""
-        tensors = form.tensors(self._plain_name(part.name), values)
+        tensors = self._form.tensors(self._plain_name(part.name), values)
         if part.experts is None:
             return tensors
         first = part.experts.start
@@ -201,9 +196,7 @@ class FsdpSource:
         adapted = self._adapted.get(name)
         return plain_name(name) if adapted is None else adapted.plain
 
-    def _group(
-        self, state: Mapping[str, Tensor], parts: Sequence[_Part], receivers: Collection[int], form: CheckpointForm
-    ) -> Group:
+    def _group(self, state: Mapping[str, Tensor], parts: Sequence[_Part], receivers: Collection[int]) -> Group:
         """Return the tensors of some parameters, one after the other: the checkpoint's form of one may be a copy."""
         group: Group = []
         for part in parts:
@@ -215,7 +208,7 @@ class FsdpSource:
                 (whole,) = _gathered([(tensor, part.experts, _sent_dtype(tensor, self._dtype))], receivers)
                 del tensor
             if whole is not None:
-                group.extend(self._named(form, part, whole).items())
+                group.extend(self._named(part, whole).items())
         return group
 
     def _merged(
@@ -321,10 +314,7 @@ class FsdpState(RankState):
 
 def _rows(name: str, tensor: Tensor) -> Rows:
     """Return the rows of a tensor that this rank holds: as `torch.chunk` cuts them, or all."""
-    shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
-        return Rows(name, shape)
-    return Rows(name, shape, row_offset(tensor))
+    return Rows(name, tuple(tensor.shape), row_offset(tensor) if isinstance(tensor, DTensor) else 0)
 
 
 class FsdpBackend(Backend):
@@ -561,7 +551,8 @@ class FsdpBackend(Backend):
             self._state.load(folder)
             if self.device.type == "cuda":  # the fused step has its counters there
                 for state in self._optimizer.state.values():
-                    state["step"] = state["step"].to(self.device)
+                    if "step" in state:  # not of a checkpoint without the optimizer's state
+                        state["step"] = state["step"].to(self.device)
 
     def state_bytes(self) -> int:
         """Return the size of trained weights and, unless they are left out, their two moments, in float32."""

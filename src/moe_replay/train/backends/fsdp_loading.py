@@ -6,7 +6,6 @@ buffers that only a loaded model has) is loaded by Transformers on rank 0 and sc
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -66,8 +65,11 @@ class FolderShards:
         self._checkpoint, self._model, self._parts = checkpoint, model, parts
 
     @classmethod
-    def of(cls, folder: str, model: Any) -> FolderShards | None:
-        """Return what reads a folder for a model on the `meta` device; None if Transformers has to load it."""
+    def of(cls, folder: str, model: Any, *, has_scales: bool) -> FolderShards | None:
+        """Return what reads a folder for a model on the `meta` device; None if Transformers has to load it.
+
+        has_scales   its weights are in 8 bits: raise what is wrong with it, Transformers would not read them
+        """
         path = Path(folder)
         if not (path / INDEX).is_file() and not (path / "model.safetensors").is_file():
             return None
@@ -77,7 +79,7 @@ class FolderShards:
             checkpoint = Checkpoint(path)
             present = checkpoint.names
         except WeightMapError:
-            if _has_scales(_config_file(path)):
+            if has_scales:
                 raise
             return None
         tied, form = tied_names(model), CheckpointForm(model)
@@ -123,22 +125,10 @@ class FolderShards:
         return model_tensor(self._model, name, chosen)
 
 
-def _config_file(folder: Path) -> Any:
-    """Return config.json of a folder as it is; None if it cannot be read."""
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _has_scales(config: Any) -> bool:
-    settings = config.get(QUANTIZATION) if isinstance(config, dict) else None
-    return isinstance(settings, dict) and settings.get("quant_method") == "fp8"
-
-
 def without_scales(settings: Any) -> bool:
     """Remove from a Transformers config that weights are in 8 bits: they are read as float32. Return whether it did."""
-    if not _has_scales({QUANTIZATION: getattr(settings, QUANTIZATION, None)}):
+    quantization = getattr(settings, QUANTIZATION, None)
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         return False
     del settings.quantization_config
     return True
@@ -200,8 +190,21 @@ def _checkpoint_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
         return checkpoint(layer, *inputs, use_reentrant=False)
 
 
-# Scoring and training must compute the same function of the weights.
-_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+_RANDOM_IN_TRAINING = (
+    *("attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"),
+    *("router_jitter_noise", "moe_jitter_eps"),
+)
+
+
+def _without_randomness(settings: Any) -> None:
+    """Scoring and training must compute the same function of the weights: nothing is random in training.
+
+    Also in the parts of a config, such as that of the language model in a multimodal one.
+    """
+    from transformers import PretrainedConfig
+
+    for part in (settings, *(value for value in vars(settings).values() if isinstance(value, PretrainedConfig))):
+        part.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(part, name, 0.0)})
 
 
 def sharded_model(
@@ -230,7 +233,7 @@ def sharded_model(
     seed = from_rank_0(lambda: int(torch.randint(2**62, ())), "drawing a seed") if has_adapters else 0
     with raise_on_all_ranks("loading the model"):
         settings = read_config(folder, trust_remote_code=config.trust_remote_code)
-        settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
+        _without_randomness(settings)
         check_experts(folder)
         has_scales = without_scales(settings)
         model = _empty(settings, config)
@@ -241,7 +244,7 @@ def sharded_model(
             expert_parallel.check_experts_can_be_divided(model, expert_size, config.router_family)
         else:
             experts.use_experts(model, device, log=is_logged, has_adapters=has_adapters)
-        shards = FolderShards.of(folder, model) if can_convert() else None
+        shards = FolderShards.of(folder, model, has_scales=has_scales) if can_convert() else None
         if has_scales and shards is None:
             raise ModelError(
                 f"weights in 8 bits cannot be read from {folder}",
@@ -257,7 +260,7 @@ def sharded_model(
         if shards is not None and has_adapters:
             whole = lora.initialized(_prepared(_empty(settings, config), config, trained), seed)
         elif shards is None and dist.get_rank() == 0:
-            whole = _prepared(_loaded(folder, settings, config), config, trained)
+            whole = _prepared(load_model(folder, **_options(settings, config)), config, trained)
     if trained and config.gradient_checkpointing in (True, "offload"):  # "auto" is decided before the start
         recompute_layers(model, offloaded=config.gradient_checkpointing == "offload")
     if can_mix_dtypes() or base is not None:
@@ -277,8 +280,7 @@ def sharded_model(
     with raise_on_all_ranks("checking the weights"):
         check_finite(((name, _checked(model, name, parameter)) for name, parameter in model.named_parameters()), folder)
     if isinstance(base, Fp8Base):
-        for line in base.describe():
-            logger.info("%s", line)
+        logger.info("%s", base.describe())
     return model
 
 
@@ -345,25 +347,19 @@ def _prepared(model: Any, config: ModelConfig, trained: bool) -> Any:
     return model
 
 
-def _loaded(folder: str, settings: Any, config: ModelConfig) -> Any:
-    return load_model(
-        folder,
-        config=deepcopy(settings),  # a model writes its attention into it, and others that share it would follow
-        trust_remote_code=config.trust_remote_code,
-        dtype=torch.float32,
-        attn_implementation=attention.of_transformers(config.attn_implementation),
-    )
+def _options(settings: Any, config: ModelConfig) -> dict[str, Any]:
+    return {
+        "config": deepcopy(settings),  # a model writes its attention into it, and others that share it would follow
+        "trust_remote_code": config.trust_remote_code,
+        "dtype": torch.float32,
+        "attn_implementation": attention.of_transformers(config.attn_implementation),
+    }
 
 
 def _empty(settings: Any, config: ModelConfig) -> Any:
     """Return the model on the meta device."""
     with torch.device("meta"):
-        return build_model(
-            deepcopy(settings),
-            trust_remote_code=config.trust_remote_code,
-            dtype=torch.float32,
-            attn_implementation=attention.of_transformers(config.attn_implementation),
-        )
+        return build_model(**_options(settings, config))
 
 
 @torch.no_grad()

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.distributed.ranks import any_rank, raise_on_all_ranks
 from moe_replay.megatron import lora
 from moe_replay.megatron.lora import LoraPlan, adapter_tensors
 from moe_replay.megatron.weights.checkpoint import Checkpoint
-from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.source import MegatronSource
 from moe_replay.records import MicroBatch
@@ -94,29 +91,6 @@ def token_scores(
     return Scores(*scores)
 
 
-@dataclass(frozen=True)
-class MegatronLora:
-    """The adapters of this rank, by the parameter that they belong to."""
-
-    plan: LoraPlan
-    adapters: dict[ParameterSpec, lora.WeightAdapter]
-
-    @classmethod
-    def of(cls, config: TrainConfig, chunks: Sequence[nn.Module], folder: str, family: Family) -> MegatronLora:
-        """Freeze the chunks of this rank and add adapters. All ranks call it."""
-        model = config.model
-        plan = LoraPlan.of(model.lora_rank, model.lora_alpha, model.lora_target_modules, Checkpoint(folder), family)
-        with raise_on_all_ranks("adding LoRA adapters"):
-            return cls(plan, lora.add_adapters(chunks, plan, config.seed))
-
-    def off(self) -> AbstractContextManager[None]:
-        return lora.adapters_off(self.adapters)
-
-    def adapter(self, chunks: Sequence[nn.Module]) -> Adapter:
-        """Return the adapters of all ranks; reading the tensors is a collective operation."""
-        return Adapter(adapter_tensors(chunks, self.plan, self.adapters), self.plan.rank, self.plan.alpha)
-
-
 Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
 """(micro-batch, chunk, model) -> output of the chunk."""
 Finish = Callable[[int, Tensor], Tensor]
@@ -149,7 +123,13 @@ class MegatronBackend(Backend):
         self._config = recipe.config
         self._family = recipe.family
         chunks = build.load_chunks(recipe, folder, device, packed=self._packed)
-        self._lora = MegatronLora.of(config, chunks, folder, self._family) if config.model.lora_rank else None
+        like, model = Checkpoint(folder), config.model
+        self._lora: LoraPlan | None = None
+        self._adapters: dict[ParameterSpec, lora.WeightAdapter] = {}
+        if model.lora_rank:
+            self._lora = LoraPlan.of(model.lora_rank, model.lora_alpha, model.lora_target_modules, like, self._family)
+            with raise_on_all_ranks("adding LoRA adapters"):
+                self._adapters = lora.add_adapters(chunks, self._lora, config.seed)
         self.models = build.distributed(chunks, config)
         self._optimizer = build.make_optimizer(self.models, config.optim, sharded=config.backend.distributed_optimizer)
         self._reference = self._reference_chunks(config, folder) if config.has_reference else None
@@ -157,13 +137,17 @@ class MegatronBackend(Backend):
         self.topology = self.replay.topology
         self.replay.takes_stand_ins = not counts_every_row(recipe.config)
         give_plans(self.models, self.replay, device)
-        adapters, like = None if self._lora is None else self._lora.adapters, Checkpoint(folder)
+        layout = {
+            **build.parallel_sizes(config.backend),
+            "distributed_optimizer": config.backend.distributed_optimizer,
+            "dtype": model.dtype,
+        }
         self._state = MegatronState(
-            *(self.models, self._optimizer, _layout_facts(config), like, self._family, adapters),
+            *(self.models, self._optimizer, layout, like, self._family, self._adapters),
             moments=config.checkpoint.optimizer,
         )
         self._state_bytes = self._state.bytes_of_all_ranks()
-        self._source = MegatronSource(self.models, like, self._family, adapters)
+        self._source = MegatronSource(self.models, like, self._family, self._adapters)
         self._offload = TrainerOffload(
             config.backend.offload,
             device,
@@ -200,7 +184,7 @@ class MegatronBackend(Backend):
         if self._reference is not None:
             scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
         elif self._lora is not None:
-            with self._lora.off():
+            with lora.adapters_off(self._adapters):
                 scores = self._scored(self.models, batches, self._native_forward, self._temperature)
         else:
             raise ValueError("there is a reference model only where algorithm.beta > 0")
@@ -237,7 +221,8 @@ class MegatronBackend(Backend):
             with self._offload.optimizer_on_device():
                 overflowed = self._optimizer.prepare_grads()
                 norm = float(self._optimizer.get_grad_norm())
-                applied = self._on_all_ranks(math.isfinite(norm) and not overflowed)
+                # Ranks that disagree about a step would hold different weights.
+                applied = not any_rank(overflowed or not math.isfinite(norm))
                 if applied:
                     self._step(norm, lr)
             self._zero_gradients()
@@ -256,12 +241,6 @@ class MegatronBackend(Backend):
         for model in self.models:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
-
-    def _on_all_ranks(self, flag: bool) -> bool:
-        """Whether the flag is set on every rank: ranks that disagree about a step would hold different weights."""
-        everywhere = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
-        return bool(everywhere)
 
     # ---- Megatron's schedules -----------------------------------------------------------------------------------
 
@@ -366,7 +345,9 @@ class MegatronBackend(Backend):
         return self._source
 
     def adapter(self) -> Adapter | None:
-        return None if self._lora is None else self._lora.adapter(self.models)
+        if self._lora is None:
+            return None
+        return Adapter(adapter_tensors(self.models, self._lora, self._adapters), self._lora.rank, self._lora.alpha)
 
     def state_bytes(self) -> int:
         """Return the size of weights, moments and float32 copies on all ranks."""
@@ -378,14 +359,6 @@ class MegatronBackend(Backend):
 
         super().close()
         parallel_state.destroy_model_parallel()
-
-
-def _layout_facts(config: TrainConfig) -> dict[str, Any]:
-    return {
-        **build.parallel_sizes(config.backend),
-        "distributed_optimizer": config.backend.distributed_optimizer,
-        "dtype": config.model.dtype,
-    }
 
 
 def _expert_exchange(backend: BackendConfig, *, reports: bool) -> ExpertExchange | None:

@@ -235,7 +235,7 @@ class MegatronState(RankState):
             storages.add(tensor.untyped_storage().data_ptr())
             if id(tensor) in self._runs:
                 yield tensor, MemoryMap("model.", self._runs[id(tensor)])
-        for parameter in self._optimizer_tensors():
+        for parameter, *_ in self.optimized():
             if parameter.untyped_storage().data_ptr() not in storages:  # else the optimizer steps the weight itself
                 yield parameter, self._map("copy.", parameter)
 
@@ -256,9 +256,6 @@ class MegatronState(RankState):
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     yield Optimized(parameter, inner.state[parameter], self._map("optimizer.", parameter))
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        return (parameter for inner in self._inner for group in inner.param_groups for parameter in group["params"])
 
     def _map(self, prefix: str, parameter: Tensor) -> MemoryMap:
         model, first = self._stepped[id(parameter)]

@@ -42,11 +42,6 @@ class HostMemory:
         self._blocks: dict[int, _Block] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are away from the device now."""
-        return sum(block.size for block in self._blocks.values())
-
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Move the memory of these tensors away from the device; memory that several share is moved once."""
         taken, end = dict(self._blocks), self._end
@@ -181,11 +176,6 @@ class TrainerOffload:
             kept = {local_part(tensor).untyped_storage()._cdata for tensor in self._sources["weights"]()}
             state = map(local_part, self._sources["optimizer"]())
             self._memory["optimizer"].take(t for t in state if t.untyped_storage()._cdata not in kept)
-
-    @property
-    def num_bytes(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer state that are off the device now."""
-        return {name: memory.num_bytes for name, memory in self._memory.items()}
 
     def content_of(self, tensor: Tensor) -> Tensor:
         """Return the values of this rank's part of a tensor, wherever they are."""

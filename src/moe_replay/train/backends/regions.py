@@ -63,14 +63,10 @@ def key(name: str, shape: Shape, region: Region) -> str:
 def parse(stored: str) -> tuple[str, Shape, Region]:
     """Return name, shape of the whole tensor and region of what is stored under a name; without a region: a scalar."""
     match = _KEY.fullmatch(stored)
-    ranges = [] if match is None else [_RANGE.fullmatch(match_of_range) for match_of_range in match[2].split(",")]
-    if match is None or None in ranges:
+    ranges = [] if match is None else [_RANGE.fullmatch(rows) for rows in match[2].split(",")]
+    numbers = [[int(number or 1) for number in rows.groups()] for rows in ranges if rows is not None]
+    if match is None or len(numbers) < len(ranges):
         return stored, (), ()
-    numbers = [
-        [int(number or 1) for number in match_of_range.groups()]
-        for match_of_range in ranges
-        if match_of_range is not None
-    ]
     region = tuple(range(start, stop, step) for start, stop, step, _ in numbers)
     return match[1], tuple(size for *_, size in numbers), region
 

@@ -100,12 +100,6 @@ class TrainerState:
         )
 
 
-def damage_of(folder: Path) -> str:
-    """Return what is damaged in a checkpoint, "" if nothing is. All ranks call it."""
-    # An export is not needed to resume, and may have been deleted.
-    return manifest.damage_on_all_ranks(folder, ignore=(f"{EXPORT}/", f"{ADAPTER}/"))
-
-
 def describe_routers(topology: MoeTopology) -> str:
     """Return how many routers a model has and what they choose from."""
     kinds = sorted({f"top {moe.top_k} of {moe.num_experts}" for moe in topology.moe_layers})
@@ -294,7 +288,7 @@ class Checkpoints:
         """Raise unless all checkpoints that will exist together fit on the disk; call it before training."""
         checkpoint_bytes = policy.state_bytes()
         if export_like is not None and self._merge:
-            checkpoint_bytes += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
+            checkpoint_bytes += sum(tensor.nbytes for tensor in policy.weight_source().metadata())
         from_rank_0(lambda: self._check_room(checkpoint_bytes), "checking the disk space for checkpoints")
 
     def _check_room(self, checkpoint_bytes: int) -> None:
@@ -354,14 +348,15 @@ class Checkpoints:
                 shutil.rmtree(staged, ignore_errors=True)
             if isinstance(error, (KeyboardInterrupt, SystemExit, WriterLostError)):
                 raise
-            kept = self.steps()
             raise CheckpointWriteError(
                 f"the checkpoint of step {step} could not be written: {type(error).__name__}: {error}",
                 found=f"{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free",
-                remedy=f"The partial checkpoint is deleted; the checkpoint of step {kept[-1]} is kept"
-                if kept
-                else "The partial checkpoint is deleted; there is no other checkpoint",
+                remedy=f"The partial checkpoint is deleted; {self._kept_in_words()}",
             ) from error
+
+    def _kept_in_words(self) -> str:
+        kept = self.steps()
+        return f"the checkpoint of step {kept[-1]} is kept" if kept else "there is no other checkpoint"
 
     def metrics(self) -> dict[str, float]:
         """Return the seconds that `save` took since the last call, if it was called."""
@@ -392,9 +387,7 @@ class Checkpoints:
             logger.warning("the last checkpoint is incomplete and will be deleted: %s", error)
             return True
         except (MoeReplayError, OSError, RuntimeError, ValueError, SafetensorError) as error:
-            kept = self.steps()
-            instead = f"the checkpoint of step {kept[-1]} is kept" if kept else "there is no other checkpoint"
-            logger.error("the last checkpoint could not be written: %s; %s", one_line(error), instead)
+            logger.error("the last checkpoint could not be written: %s; %s", one_line(error), self._kept_in_words())
             return True
 
     def close(self) -> None:
@@ -448,7 +441,8 @@ class Checkpoints:
         steps = from_rank_0(self._named_steps, "looking for checkpoints")
         damage: dict[int, str] = {}
         for step in reversed(steps):
-            if cause := damage_of(self.path(step)):
+            # An export is not needed to resume, and may have been deleted.
+            if cause := manifest.damage_on_all_ranks(self.path(step), ignore=(f"{EXPORT}/", f"{ADAPTER}/")):
                 damage[step] = cause
             else:
                 state = self._load(self.path(step), policy)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_replay.distributed.collectives import all_gather, control_group
-from moe_replay.distributed.ranks import from_rank_0, world_size
+from moe_replay.distributed.ranks import all_gather_json, from_rank_0, world_size
 from moe_replay.records import Trajectory
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.backends.base import Backend
@@ -281,17 +281,20 @@ class ExpertBalance:
         bodies   of the trees of this rank
         layers   that routes were recorded for
         """
-        part = self._counted(updates, bodies, layers)
-        parts = all_gather(part, control_group()) if world_size() > 1 else [part]
+        held, rows = self._counted(updates, bodies, layers)
+        rows_of_ranks = all_gather(rows.view(np.uint8), control_group()) if world_size() > 1 else [rows]
+        ranks = _read(all_gather_json(held), rows_of_ranks, len(layers), self._exchange.ranks)
         divided, self.metrics = from_rank_0(
-            lambda: self._decided(parts, len(updates), len(layers), budget, packed=packed), "balancing"
+            lambda: self._decided(ranks, len(updates), budget, packed=packed), "balancing"
         )
         return [[[Tree(indices) for indices in bin_] for bin_ in ranks[self._backend.data_rank]] for ranks in divided]
 
-    def _counted(self, updates: Sequence[Bins], bodies: Mapping[int, Trajectory], layers: Sequence[int]) -> np.ndarray:
-        """Return the bytes of a part: this rank's units, and their rows for each rank in each of its layers."""
+    def _counted(
+        self, updates: Sequence[Bins], bodies: Mapping[int, Trajectory], layers: Sequence[int]
+    ) -> tuple[_Held | None, np.ndarray]:
+        """Return this rank's units, if it reports them, and their rows for each rank in each of its layers, flat."""
         if not self._exchange.reports:
-            return np.zeros(0, np.uint8)
+            return None, np.zeros(0, np.uint32)
         units = [
             (number, bin_, tree)
             for number, bins in enumerate(updates)
@@ -309,38 +312,31 @@ class ExpertBalance:
                 if own_layers and set(own_layers) <= set(trace.layers):  # else it has no routes
                     counts = expert_rows(trace, self._exchange.ranks, self._backend.topology.num_experts, start)
                     rows[unit] += counts[trace.layer_indices(own_layers)].astype(np.uint32)
-        head = [self._backend.data_rank, len(positions), len(units), *positions]
-        for number, bin_, tree in units:
-            head += [number, bin_, tree.cost, len(tree.indices), *tree.indices]
-        sized = np.array([len(head), *head], np.int64)
-        return np.concatenate([sized.view(np.uint8), rows.reshape(-1).view(np.uint8)])
+        places = [(number, bin_, tree.cost, tree.indices) for number, bin_, tree in units]
+        return (self._backend.data_rank, positions, places), rows.ravel()
 
     def _decided(
-        self, parts: Sequence[np.ndarray], num_updates: int, num_layers: int, budget: int, *, packed: bool
+        self, ranks: Sequence[Sequence[_Unit]], num_updates: int, budget: int, *, packed: bool
     ) -> tuple[list[Indices], dict[str, float]]:
         """Return the division of each update, and the metrics."""
-        ranks = _read_parts(parts, num_layers, self._exchange.ranks)
         before, after, limit = Loads(0, 0), Loads(0, 0), Loads(0, 0)
         divided: list[Indices] = []
         for number in range(num_updates):
-            trees: list[list[int]] = []
-            tokens: list[int] = []
-            rows: list[np.ndarray] = []
+            chosen: list[_Unit] = []
             division: Division = [[] for _ in range(self._backend.data_size)]
             for rank, held in enumerate(ranks):
                 for unit in (unit for unit in held if unit.update == number):
                     division[rank] += [[] for _ in range(unit.bin_ + 1 - len(division[rank]))]
-                    division[rank][unit.bin_].append(len(trees))
-                    trees.append(unit.indices)
-                    tokens.append(unit.tokens)
-                    rows.append(unit.rows)
+                    division[rank][unit.bin_].append(len(chosen))
+                    chosen.append(unit)
             divided.append([[[] for _ in share] for share in division])
-            if trees:
-                fed = np.array(tokens, np.int64)
-                units = Units(fed, spread_evenly(np.stack(rows), fed, self._backend.topology.top_k))
+            if chosen:
+                fed = np.array([unit.tokens for unit in chosen], np.int64)
+                rows = np.stack([unit.rows for unit in chosen])
+                units = Units(fed, spread_evenly(rows, fed, self._backend.topology.top_k))
                 width = self._exchange.data_ranks
                 balanced = balanced_division(division, units, width, budget, packed=packed)
-                divided[-1] = [[[trees[unit] for unit in bin_] for bin_ in share] for share in balanced]
+                divided[-1] = [[[chosen[unit].indices for unit in bin_] for bin_ in share] for share in balanced]
                 before += loads_of(division, units, width)
                 after += loads_of(balanced, units, width)
                 limit += best_possible(units)
@@ -357,22 +353,19 @@ class _Unit(NamedTuple):
     rows: np.ndarray
 
 
-def _read_parts(parts: Sequence[np.ndarray], num_layers: int, ranks: int) -> list[list[_Unit]]:
+_Held = tuple[int, list[int], list[tuple[int, int, int, list[int]]]]
+"""A data rank, the layers of its pipeline stage by their place in all, and its units without their rows."""
+
+
+def _read(held: Sequence[_Held | None], rows: Sequence[np.ndarray], num_layers: int, ranks: int) -> list[list[_Unit]]:
     """Return the units of each data rank, with the layers of all pipeline stages."""
     units_of_rank: dict[int, list[_Unit]] = {}
-    for part in filter(len, parts):
-        size = int(part[:8].view(np.int64)[0])
-        head = part[8 : 8 * (size + 1)].view(np.int64).tolist()
-        data_rank, num_own, num_units = head[:3]
-        positions, at = head[3 : 3 + num_own], 3 + num_own
-        rows = part[8 * (size + 1) :].copy().view(np.uint32).reshape(num_units, num_own, ranks)
-        is_first = data_rank not in units_of_rank
-        units = units_of_rank.setdefault(data_rank, [])
-        for unit in range(num_units):
-            update, bin_, tokens, count = head[at : at + 4]
-            if is_first:
-                indices = head[at + 4 : at + 4 + count]
-                units.append(_Unit(update, bin_, tokens, indices, np.zeros((num_layers, ranks))))
-            units[unit].rows[positions] = rows[unit]
-            at += 4 + count
+    for of_stage, counted in zip(held, rows, strict=True):
+        if of_stage is not None:
+            data_rank, positions, places = of_stage
+            if data_rank not in units_of_rank:
+                units_of_rank[data_rank] = [_Unit(*place, np.zeros((num_layers, ranks))) for place in places]
+            of_units = counted.view(np.uint32).reshape(len(places), len(positions), ranks)
+            for unit, of_unit in zip(units_of_rank[data_rank], of_units, strict=True):
+                unit.rows[positions] = of_unit
     return [units_of_rank.get(rank, []) for rank in range(max(units_of_rank, default=-1) + 1)]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.distributed.collectives import all_gather, control_group
+from moe_replay.distributed.ranks import all_gather_json
 from moe_replay.errors import AlignmentError
 from moe_replay.records import MicroBatch, RolloutBatch, Trajectory, TrajectoryHeader
 from moe_replay.routes.layout import PADDING, Prefix, TokenLayout
@@ -155,10 +155,7 @@ def _lay_out_update(
 
 def _most(counts: Sequence[int], backend: Backend) -> list[int]:
     """Return the largest of each of the counts of micro-batches over all ranks. Collective."""
-    most = np.array(counts, np.int64)
-    if backend.data_size > 1:
-        most = np.stack([part.view(np.int64) for part in all_gather(most.view(np.uint8), control_group())]).max(0)
-    return [_rounded(count, backend) for count in most.tolist()]
+    return [_rounded(max(of_ranks), backend) for of_ranks in zip(*all_gather_json(counts), strict=True)]
 
 
 def _rounded(count: int, backend: Backend) -> int:

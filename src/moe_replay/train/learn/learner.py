@@ -415,8 +415,7 @@ class Learner:
 
     def _trust(self, batch: MicroBatch, metrics: MetricAccumulator) -> Tensor | None:
         """Return (N,) the weights by router shift; None in the update that is the old-log-prob pass, and without."""
-        moved = batch.old_weights[0].shift if self.plan.shift_floor is not None else None
-        if self.plan.shift_floor is None or moved is None:
+        if self.plan.shift_floor is None or (moved := batch.old_weights[0].shift) is None:
             return None
         shift = torch.zeros_like(batch.loss_weights)
         shift = shift.index_copy(0, batch.target_index, moved[target_rows(batch)].to(shift))

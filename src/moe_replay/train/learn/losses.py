@@ -244,18 +244,23 @@ def metric_names(loss: Loss, settings: LossSettings, device: torch.device) -> tu
 
 
 def _check(name: str, output: LossOutput, tokens: int) -> None:
-    if not isinstance(output, LossOutput) or output.loss.ndim:
+    if not isinstance(output, LossOutput) or not (
+        _has_shape(output.loss, ()) and isinstance(output.token_metrics, Mapping)
+    ):
+        found: object = type(output)
+        if isinstance(output, LossOutput):
+            found = f"a loss of {_in_words(output.loss)}, token_metrics of type {type(output.token_metrics).__name__}"
         raise LossError(
-            f"policy loss {name!r} must return a LossOutput with a scalar loss",
+            f"policy loss {name!r} must return a LossOutput with a scalar loss and a mapping of metrics",
             expected="LossOutput(loss of shape (), token_metrics)",
-            found=f"a loss of shape {tuple(output.loss.shape)}" if isinstance(output, LossOutput) else type(output),
+            found=found,
         )
     for metric, values in output.token_metrics.items():
-        if values.shape != (tokens,):
+        if not _has_shape(values, (tokens,)):
             raise LossError(
                 f"policy loss {name!r} must return one value per token for each of its metrics",
                 expected=f"{metric} of shape ({tokens},)",
-                found=f"shape {tuple(values.shape)}",
+                found=_in_words(values),
             )
         if metric in RESERVED:
             raise LossError(
@@ -263,3 +268,11 @@ def _check(name: str, output: LossOutput, tokens: int) -> None:
                 expected=f"none of {', '.join(RESERVED)}",
                 found=metric,
             )
+
+
+def _has_shape(value: object, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
+def _in_words(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
