@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,3 +91,16 @@ def test_an_error_that_is_none_of_ours_is_named() -> None:
     assert isinstance(found, WorkerError)
     assert "KeyError: 'x'" in str(found)
     assert "In worker 1" in found.__notes__[0]
+
+
+def test_a_worker_that_is_killed_in_mid_message_has_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    with open(os.devnull, "rb") as file:
+        socket.send_fds(theirs, [to_frame({"segment": True})[:-1]], [file.fileno()])
+    channel = group_wire.Channel(ours)
+    channel.send({"cancel": [1]})  # the system resets a connection with a message that nobody has read
+    theirs.close()
+    assert channel.receive() is None
+    channel.close()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,22 +58,17 @@ class Channel:
 
     def receive(self) -> Message | None:
         """Return the next message; None when the other end has closed."""
-        head, file = b"", -1
-        while len(head) < LENGTH.size:
-            try:
-                received, files, *_ = socket.recv_fds(self.connection, LENGTH.size - len(head), 1)
-            except ConnectionError:
-                received, files = b"", []
-            file = files[0] if files else file
-            if not received:
-                if file >= 0:
-                    os.close(file)
-                return None
-            head += received
-        content = bytearray(*LENGTH.unpack(head))
-        if receive_into(self.connection, memoryview(content)) < len(content):
-            return None
-        return Message(from_content(bytes(content)), file)
+        files: list[int] = []
+        with suppress(ConnectionError):  # it has ended with messages that it had not read
+            first, files, *_ = socket.recv_fds(self.connection, 1, 1)
+            rest = bytearray(LENGTH.size - 1)
+            if first and receive_into(self.connection, memoryview(rest)) == len(rest):
+                content = bytearray(*LENGTH.unpack(first + rest))
+                if receive_into(self.connection, memoryview(content)) == len(content):
+                    return Message(from_content(bytes(content)), *files)
+        for file in files:  # of a message that did not come whole
+            os.close(file)
+        return None
 
     def close(self) -> None:
         self.connection.close()
