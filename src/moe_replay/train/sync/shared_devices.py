@@ -58,12 +58,12 @@ class SharedDevices:
         The engine first takes memory for weights alone; the rest follows when the trainer has freed its own.
         """
         adapter = self._backend.adapter() if self._adapter_alone else None
+        with raise_on_all_ranks("waking the engine"):
+            if self.engine is not None:
+                self.engine.wait_for_servers()
+                if self._sleep:
+                    self.engine.wake_for_update()
         if adapter is None:
-            with raise_on_all_ranks("waking the engine"):
-                if self.engine is not None:
-                    self.engine.wait_for_servers()
-                    if self._sleep:
-                        self.engine.wake_for_update()
             return self._sync.send(
                 OffloadWhenRead(self._backend, self._free_trainer_memory), self.engine, version, probe
             )
@@ -72,8 +72,6 @@ class SharedDevices:
             if self.engine is None:
                 groups.exhaust()
             else:
-                if self._sleep:
-                    self.engine.wake_for_update()
                 tensors = (item for group in groups for item in group)
                 self.engine.update_adapter(replace(adapter, tensors=tensors), version, probe)
                 self._check_shared_weights()
