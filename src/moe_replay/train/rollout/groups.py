@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from moe_replay.engines.base import Sampler
-from moe_replay.engines.event_loop import LoopThread
+from moe_replay.engines.event_loop import LoopThread, gather_or_cancel
 from moe_replay.engines.session import Session
 from moe_replay.errors import AlignmentError, EngineError
 from moe_replay.records import Sample, SamplingParams, Trajectory
@@ -251,7 +251,7 @@ class LocalGroups:
     async def sample(self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns) -> list[Trajectory]:
         """Return the sequences of all episodes of a prompt, in order; later turns have `params`, and their own seed."""
         episodes = (self._run_episode(prompt, params, first_turns, number) for number in range(first_turns.n))
-        return list(chain.from_iterable(await asyncio.gather(*episodes)))
+        return list(chain.from_iterable(await gather_or_cancel(episodes)))
 
     async def _run_episode(
         self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns, number: int
