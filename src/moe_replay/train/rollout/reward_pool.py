@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from moe_replay.engines.event_loop import gather_or_cancel
 from moe_replay.train.config.sections import RewardConfig
 from moe_replay.train.rollout import reward_worker as worker
 from moe_replay.train.rollout.prompts import Prompt
@@ -56,7 +57,7 @@ class Samples:
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         count = len(completions)
         columns: dict[str, list[Any]] = {name: [value] * count for name, value in prompt.columns.items()}
-        columns.setdefault("completion_ids", [TokenIds(ids) for ids in completions])
+        columns["completion_ids"] = [TokenIds(ids) for ids in completions]
         return cls(prompt.row, range(count), [prompt.content] * count, texts, columns)
 
     def __len__(self) -> int:
@@ -140,12 +141,7 @@ class RewardPool:
 
     async def score(self, samples: Samples) -> Scores:
         """Return the scores of the samples of a group; its rewards run side by side."""
-        tasks = [asyncio.ensure_future(self._score(reward, samples)) for reward in self._rewards]
-        try:
-            scores = await asyncio.gather(*tasks)
-        finally:  # if one of them failed, the others need not finish
-            for task in tasks:
-                task.cancel()
+        scores = await gather_or_cancel(self._score(reward, samples) for reward in self._rewards)
         return {reward.name: values for reward, values in zip(self._rewards, scores, strict=True)}
 
     def close(self) -> None:
