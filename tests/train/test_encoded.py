@@ -102,5 +102,5 @@ def test_a_worker_that_is_killed_in_mid_message_has_closed() -> None:
     channel.send({"cancel": [1]})  # the system resets a connection with a message that nobody has read
     theirs.close()
     assert channel.receive() is None
-    channel.close()
+    ours.close()
     assert len(os.listdir("/proc/self/fd")) == before

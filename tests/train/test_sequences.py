@@ -62,7 +62,9 @@ def test_a_second_turn_begins_when_its_own_first_turn_has_ended(config: Config, 
     prompt = Prompt(0, "", (5, 6, 7), {})
     try:
         (turns,) = sampler.first_turns([prompt], [params], together=True)
-        sequences = sampler.result(sampler.start(sampler.sample(prompt, params, turns)))
+        sampled = sampler.start(sampler.sample(prompt, params, turns))
+        assert sampler.wait(sampled)
+        sequences = sampled.result()
     finally:
         sampler.close()
         engine.close()
@@ -112,7 +114,8 @@ def test_an_environment_that_blocks_does_not_hold_up_sampling(config: Config, de
         turns = sampler.first_turns(prompts, [params] * 2, together=True)
         running = [sampler.start(sampler.sample(*both)) for both in zip(prompts, [params] * 2, turns, strict=True)]
         for one in running:
-            assert len(sampler.result(one)) == 1
+            assert sampler.wait(one)
+            assert len(one.result()) == 1
     finally:
         sampler.close()
         engine.close()
@@ -144,7 +147,7 @@ def test_the_other_episodes_of_a_group_end_with_one_that_fails(config: Config, d
         task = GroupTask(prompt=Prompt(0, "", (5, 6, 7), {}), index=0, params=params)
         (running,) = sampler.submit([task], together=True)
         with pytest.raises(EpisodeError, match="this one fails"):
-            sampler.result(running.group)
+            running.group.result()
         assert cancelled.wait(GIVE_UP_S / 4)
 
 

@@ -102,8 +102,6 @@ class GroupSampler(Protocol):
     def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
         """Wait for a result; return False if `should_stop`, called from time to time, returns True."""
 
-    def result(self, future: Future[T]) -> T: ...
-
     def close(self) -> None:
         """End everything that runs."""
 
@@ -274,13 +272,11 @@ class LocalGroups:
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 
-    def result(self, future: Future[T]) -> T:
-        """Wait for a result, and for environments: one that blocks its event loop is an error, not a wait forever."""
-        self.wait(future)
-        return future.result()
-
     def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
-        """Wait for a result as `result` does; return False if `should_stop`, called every few seconds, returns True."""
+        """Wait for a result; return False if `should_stop`, called every few seconds, returns True.
+
+        An environment that blocks its event loop is an error, not a wait forever.
+        """
         if self._environment is None and should_stop is None:
             wait([future])
             return True

@@ -148,7 +148,7 @@ class RewardPool:
         for process in self._started:
             process.kill()
         for process in self._started:
-            process.reap()
+            process.process.wait()
         self._started, self._idle = [], []
 
     @property
@@ -223,7 +223,7 @@ class RewardPool:
         process = self._idle.pop() if self._idle else self._new()
         usable = False
         try:
-            await _load(process)
+            await process.load()
             try:
                 yield process
                 usable = True
@@ -241,16 +241,6 @@ class RewardPool:
         process = RewardProcess([reward.name for reward in self._rewards])
         self._started.append(process)
         return process
-
-
-async def _load(process: RewardProcess) -> None:
-    try:
-        await process.load()
-    except RewardLostError as lost:
-        raise RewardError(
-            f"a reward process {lost.problem} while it imported the functions",
-            remedy="Its output says why. With reward.workers = 0 functions run in the trainer's process",
-        ) from lost
 
 
 def _placed(error: RewardError, samples: Samples, scored: int) -> RewardError:
@@ -294,9 +284,16 @@ class RewardProcess:
 
     async def load(self) -> None:
         """Wait until it has imported the functions."""
-        if not self._loaded:
+        if self._loaded:
+            return
+        try:
             await self._receive(START_S)
-            self._loaded = True
+        except RewardLostError as lost:
+            raise RewardError(
+                f"a reward process {lost.problem} while it imported the functions",
+                remedy="Its output says why. With reward.workers = 0 functions run in the trainer's process",
+            ) from lost
+        self._loaded = True
 
     async def ask(self, frame: bytes, answers: int, limit_s: float, values: list[float | None]) -> None:
         """Send a request and add the values of its answers to `values`; each answer may take `limit_s`.
@@ -346,17 +343,13 @@ class RewardProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End the process and what it has started in its process group; `reap` comes later."""
+        """End the process and what it has started in its process group, without waiting for it."""
         if self.killed:
             return
         self.killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._socket.close()
-
-    def reap(self) -> None:
-        """Wait for the end of a process that was killed."""
-        self.process.wait()
 
 
 def _as_error(content: Mapping[str, Any]) -> RewardError:

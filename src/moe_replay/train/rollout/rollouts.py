@@ -331,7 +331,7 @@ class Rollouts:
     def finish_running(self) -> None:
         """Wait until all groups in flight are sampled, so that each comes from one version of the weights."""
         for pending in self._pending:
-            self._groups.result(pending.running.sampled)
+            self._groups.wait(pending.running.sampled)
 
     def _seed(self, *indices: int) -> int | None:
         """Return the seed of a group of the run with these indices; None if samples need not be reproducible."""

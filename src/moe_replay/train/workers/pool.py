@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from moe_replay.engines.base import Refusals, ServerState
 from moe_replay.errors import MoeReplayError
@@ -39,7 +39,6 @@ from moe_replay.train.workers.wire import (
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that a worker has to end by itself."""
 
@@ -187,9 +186,6 @@ class WorkerPool:
                 return False
         return True
 
-    def result(self, future: Future[T]) -> T:
-        return future.result()
-
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def follow_update(self, version: int, weights_id: str) -> None:
@@ -275,7 +271,7 @@ class WorkerPool:
         for thread in self._threads:
             thread.join()
         for worker in self._workers:
-            worker.channel.close()
+            worker.channel.connection.close()
 
 
 def _fail(running: RunningGroup, error: MoeReplayError) -> None:

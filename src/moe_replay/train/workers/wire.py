@@ -70,9 +70,6 @@ class Channel:
             os.close(file)
         return None
 
-    def close(self) -> None:
-        self.connection.close()
-
 
 def error_from_content(content: Mapping[str, Any], worker: str) -> MoeReplayError:
     """Return the error of a worker in its own class, where this process knows it."""
