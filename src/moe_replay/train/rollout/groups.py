@@ -283,13 +283,15 @@ class LocalGroups:
         limit_s = math.inf if self._environment is None else self._config.environment_timeout_s
         last_asked = time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which restarts its timer
-            while not _is_done(future, limit_s):
+            while True:
+                with WATCH.waiting(limit_s):
+                    if wait([future], timeout=1.0).done:
+                        return True
                 self.check_environments()
                 if should_stop is not None and time.monotonic() - last_asked >= STOP_CHECK_S:
                     if should_stop():
                         return False
                     last_asked = time.monotonic()
-        return True
 
     def check_environments(self) -> None:
         """Raise if an environment has blocked its event loop for too long."""
@@ -331,11 +333,6 @@ def check_mask(sequence: Trajectory, params: SamplingParams, row: int) -> None:
             expected=f"the support of each token under top_p {params.top_p}, top_k {params.top_k}",
             remedy='Use an engine that returns it, or accept the bias with rollout.sampling_mask = "off"',
         )
-
-
-def _is_done(future: Future[Any], limit_s: float) -> bool:
-    with WATCH.waiting(limit_s):
-        return bool(wait([future], timeout=1.0).done)
 
 
 def _of_sample(params: SamplingParams, index: int) -> SamplingParams:

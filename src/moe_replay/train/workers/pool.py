@@ -37,6 +37,7 @@ from moe_replay.train.workers.wire import (
     map_segment,
     task_to_content,
 )
+from moe_replay.utils.misc import one_line
 
 logger = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -208,11 +209,17 @@ class WorkerPool:
     # ---- messages from workers ---------------------------------------------------------------------------------------
 
     def _read(self, worker: _Worker) -> None:
-        while (message := worker.channel.receive()) is not None:
-            if "fatal" in message.content:
-                self._lose(worker, error_from_content(message.content["fatal"], worker.name), for_good=True)
-                return
-            self._take(worker, message)
+        try:
+            while (message := worker.channel.receive()) is not None:
+                if "fatal" in message.content:
+                    self._lose(worker, error_from_content(message.content["fatal"], worker.name), for_good=True)
+                    return
+                self._take(worker, message)
+        except OSError as error:  # this process can have no more descriptors, or no more memory
+            problem = f"samples of {worker.name} cannot be received: {one_line(error)}"
+            remedy = "Raise the limits of open files (ulimit -n) and of memory"
+            self._lose(worker, WorkerError(problem, remedy=remedy), for_good=True)
+            return
         if not self._closing:
             remedy = "Its last lines say why; without any, the machine may have run out of memory"
             self._lose(worker, WorkerError(f"{worker.name} {worker.ending()}", remedy=remedy))

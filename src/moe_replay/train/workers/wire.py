@@ -7,6 +7,7 @@ other; rank 0 maps each, and its memory is freed with the last trajectory in it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import mmap
 import os
 import socket
@@ -57,10 +58,12 @@ class Channel:
             self.connection.sendall(frame)
 
     def receive(self) -> Message | None:
-        """Return the next message; None when the other end has closed."""
+        """Return the next message; None when the other end has closed; OSError if its descriptor has no place here."""
         files: list[int] = []
         with suppress(ConnectionError):  # it has ended with messages that it had not read
-            first, files, *_ = socket.recv_fds(self.connection, 1, 1)
+            first, files, flags, _ = socket.recv_fds(self.connection, 1, 1)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             rest = bytearray(LENGTH.size - 1)
             if first and receive_into(self.connection, memoryview(rest)) == len(rest):
                 content = bytearray(*LENGTH.unpack(first + rest))
