@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -129,7 +130,8 @@ class Inputs:
 def steps_of_epochs(config: TrainConfig, num_prompts: int) -> int:
     """Return the number of steps for `data.epochs`; the last step may start another epoch."""
     assert config.data.epochs is not None
-    steps = math.ceil(config.data.epochs * num_prompts / config.rollout.prompts_per_step)
+    epochs = Fraction(str(config.data.epochs))  # 1.1 * 100 is more than 110 in binary
+    steps = math.ceil(epochs * num_prompts / config.rollout.prompts_per_step)
     if problem := warmup_problem(config, steps):
         raise ConfigError(problem, found=f"data.epochs = {config.data.epochs:g} of {num_prompts} prompts")
     return steps
