@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from moe_replay.distributed import network
 from moe_replay.distributed.network import TOKEN_BYTES, RankServer
 from moe_replay.distributed.rank_watch import Failure, FailureChannel
 from moe_replay.distributed.ranks import all_gather_json, any_rank, from_rank_0, raise_on_all_ranks, rank
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.setup import launch
 from tests.distributed.harness import run_ranks
 from tests.faults.forked import fork_python
@@ -88,6 +90,46 @@ def test_messages_have_a_group_of_their_own() -> None:
     common = [["rank 0", "rank 1", "rank 2"], "é", True]
     other = "other work failed on rank 1: OSError: no disk"
     assert every == [[*common, other], [*common, "no disk"], [*common, other]]
+
+
+def end_of_engines() -> list[str]:
+    """What becomes of this rank's engines if those of the next machine do not start."""
+    from moe_replay.engines.server import engine_processes
+    from moe_replay.errors import EngineUnavailableError
+    from moe_replay.train.setup import engines
+
+    class Processes:
+        ports = (1,)
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            if rank() == 1:
+                raise EngineUnavailableError("engine 0 of this machine did not start")
+            told.append("started")
+
+        def close(self) -> None:
+            told.append("ended")
+
+    told: list[str] = []
+    config = TrainConfig(rollout={"engines_per_node": 1})
+    os.environ["LOCAL_RANK"] = "0"
+    with (
+        patch.multiple(engine_processes, EngineProcesses=Processes),
+        patch.multiple(engines, start_request=print, longest_sequence=print),
+        launch.process_group(torch.device("cpu")) as watch,
+        watch,
+    ):
+        try:
+            with engines.engines_of_all_nodes(config, "model"):
+                pass
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_engines_end_if_those_of_another_machine_do_not_start() -> None:
+    problem = "engine 0 of this machine did not start"
+    other = f"starting the rollout engines failed on rank 1: EngineUnavailableError: {problem}"
+    assert run_ranks(2, end_of_engines) == [["started", "ended", other], [problem]]
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------

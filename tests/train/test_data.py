@@ -16,10 +16,13 @@ from moe_replay.train.rollout.prompts import (
     HubDataError,
     Prompt,
     PromptStream,
+    Rows,
     is_hub_name,
     load_prompts,
     read_rows,
 )
+from moe_replay.train.rollout.rewards import Reward
+from moe_replay.train.setup.inputs import check_reward_columns
 
 ROWS = [{"prompt": f"{i} + 1 =", "solution": str(i + 1)} for i in range(5)]
 
@@ -243,3 +246,23 @@ def test_a_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "data", split="test") == ROWS[:1]
     with pytest.raises(DataError, match=r"no split 'dev'.*test, train.*data\.split"):
         read_rows(tmp_path / "data", split="dev")
+
+
+def scores(prompts: list, completions: list, prompt: list, **_: object) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "p"}, "reward 'own' needs a column that a row does not have .*: expected a column 'prompt'"),
+        ({"messages": [], "prompt": "p", "completions": "c"}, "a column has the name .*: 'completions'"),
+        ({"prompt": "p", "completion_ids": [1]}, "a column has the name .*: 'completion_ids'"),
+        ({"text": "p"}, "a row has no prompt"),
+    ],
+)
+def test_columns_that_a_reward_cannot_be_called_with_are_found_before_a_step(row: dict, problem: str) -> None:
+    rows = Rows([row], Path("data.jsonl"), [3])
+    with pytest.raises(DataError, match=f"{problem}.*") as error:
+        check_reward_columns([Reward("own", scores)], rows)
+    assert "data.jsonl, line 3" in str(error.value)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from moe_replay.train.rollout.prompts import Prompt
 from moe_replay.train.rollout.reward_worker import RewardWireError, error_to_content, from_content, to_frame
 from moe_replay.train.trajectories.wire import header_of, read_record, stored_parts
 from moe_replay.train.workers import wire as group_wire
+from moe_replay.train.workers.pool import WorkerPool
 from moe_replay.train.workers.wire import (
     GroupWriter,
     WorkerError,
@@ -90,3 +95,34 @@ def test_an_error_that_is_none_of_ours_is_named() -> None:
     assert isinstance(found, WorkerError)
     assert "KeyError: 'x'" in str(found)
     assert "In worker 1" in found.__notes__[0]
+
+
+def test_a_worker_that_is_killed_in_mid_message_has_closed() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    ours, theirs = socket.socketpair()
+    with open(os.devnull, "rb") as file:
+        socket.send_fds(theirs, [to_frame({"segment": True})[:-1]], [file.fileno()])
+    channel = group_wire.Channel(ours)
+    channel.send({"cancel": [1]})  # the system resets a connection with a message that nobody has read
+    theirs.close()
+    assert channel.receive() is None
+    ours.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_segment_that_this_process_has_no_descriptor_left_for_ends_the_run() -> None:
+    ours, theirs = socket.socketpair()
+    worker: Any = SimpleNamespace(name="rollout worker 1 of 1", channel=group_wire.Channel(ours), groups={})
+    pool = WorkerPool(0, {}, (None,))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, theirs, open(os.devnull, "rb") as file:
+        group_wire.Channel(theirs).send({"segment": True}, file.fileno())
+        free = os.dup(file.fileno())
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            pool._read(worker)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(WorkerError, match=r"rollout worker 1 of 1 cannot be received.*Too many open files"):
+        pool.follow_update(1, "")

@@ -21,6 +21,7 @@ from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import ReplayConfig
 from moe_replay.train.learn.replay_mode import plan_replay
 from moe_replay.train.loop import train
+from moe_replay.train.setup.inputs import steps_of_epochs
 
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
@@ -131,6 +132,11 @@ def test_epochs_are_counted_in_steps(config: Config, metrics_of: Metrics, ten_pr
     assert tomllib.loads((folder / "config.toml").read_text())["steps"] == 4
     train(load_config(folder / "config.toml"))
     assert metrics_of(folder) == lines  # nothing is left to do
+
+
+def test_a_part_of_an_epoch_is_counted_exactly(config: Config) -> None:
+    made = config(data={"epochs": 1.1}, rollout={"prompts_per_step": 1})
+    assert steps_of_epochs(made, 100) == 110  # 1.1 * 100 is 110.00000000000001
 
 
 def test_the_dry_run_counts_the_steps_of_epochs(config: Config, ten_prompts: str) -> None:

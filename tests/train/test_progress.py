@@ -120,3 +120,6 @@ def test_the_line_says_how_fast_the_weights_went() -> None:
     synced = {"time/step": 2.0, "weights/gb": 1.6, "time/weights": 0.25, "time/weights_gb_per_second": 6.4}
     assert step_line(1, 5, synced).endswith("weights 1.6 GB at 6.4 GB/s in 0.25 s")
     assert step_line(1, 5, {**synced, "weights/gb": 0.0015}).endswith("weights 1.5 MB in 0.25 s")
+    large = {**synced, "weights/gb": 2051.3, "time/weights": 123.4, "time/weights_gb_per_second": 166.2}
+    assert step_line(1, 5, large).endswith("weights 2051 GB at 166 GB/s in 123 s")
+    assert step_line(1, 5, {**synced, "weights/gb": 0.0996}).endswith("weights 100 MB in 0.25 s")

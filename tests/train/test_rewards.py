@@ -192,6 +192,13 @@ def test_a_reward_that_closes_descriptors_of_the_trainer_is_named() -> None:
         score([Reward("closing", closing)], ["p"], ["c"], {})
 
 
+def test_a_reward_that_raises_leaves_no_descriptor() -> None:
+    before = open_descriptors()
+    with pytest.raises(RewardError, match="no score"):
+        score([Reward("raising", lambda **_: raise_(ValueError("no score")))], ["p"], ["c"], {})
+    assert open_descriptors() == before
+
+
 def open_descriptors() -> set[int]:
     listed = {int(number) for number in os.listdir("/proc/self/fd")}
     return {number for number in listed if Path(f"/proc/self/fd/{number}").exists()}  # but for that of the listing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import AlignmentError
 from moe_replay.records import SamplingParams
 from moe_replay.train.loop import train
-from moe_replay.train.rollout.groups import LocalGroups
+from moe_replay.train.rollout.environments import EpisodeError
+from moe_replay.train.rollout.groups import GroupTask, LocalGroups
 from moe_replay.train.rollout.prompts import Prompt, PromptStream
 from moe_replay.train.rollout.rewards import load_reward
 from moe_replay.train.rollout.rollouts import Rollouts
@@ -60,7 +62,9 @@ def test_a_second_turn_begins_when_its_own_first_turn_has_ended(config: Config, 
     prompt = Prompt(0, "", (5, 6, 7), {})
     try:
         (turns,) = sampler.first_turns([prompt], [params], together=True)
-        sequences = sampler.result(sampler.start(sampler.sample(prompt, params, turns)))
+        sampled = sampler.start(sampler.sample(prompt, params, turns))
+        assert sampler.wait(sampled)
+        sequences = sampled.result()
     finally:
         sampler.close()
         engine.close()
@@ -110,10 +114,41 @@ def test_an_environment_that_blocks_does_not_hold_up_sampling(config: Config, de
         turns = sampler.first_turns(prompts, [params] * 2, together=True)
         running = [sampler.start(sampler.sample(*both)) for both in zip(prompts, [params] * 2, turns, strict=True)]
         for one in running:
-            assert len(sampler.result(one)) == 1
+            assert sampler.wait(one)
+            assert len(one.result()) == 1
     finally:
         sampler.close()
         engine.close()
+
+
+async def failing_beside(episode: Any) -> None:
+    """Raises in one episode while another one waits for what does not come."""
+    if not waiting.acquire(blocking=False):
+        raise ValueError("this one fails")
+    try:
+        await asyncio.sleep(GIVE_UP_S)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
+
+
+waiting, cancelled = threading.Lock(), threading.Event()
+
+
+def test_the_other_episodes_of_a_group_end_with_one_that_fails(config: Config, demo_files: Any) -> None:
+    environment = "tests.train.test_sequences:failing_beside"
+    made = config(reward={"workers": 0}, rollout={"environment": environment, "max_tokens": 3})
+    with ExitStack() as stack:
+        engine = TransformersEngine.from_pretrained(demo_files.model)
+        stack.callback(engine.close)
+        sampler = LocalGroups(made, engine, load_tokenizer(str(demo_files.model)), [], max_length=32)
+        stack.callback(sampler.close)
+        params = SamplingParams(n=2, max_tokens=3, seed=7)
+        task = GroupTask(prompt=Prompt(0, "", (5, 6, 7), {}), index=0, params=params)
+        (running,) = sampler.submit([task], together=True)
+        with pytest.raises(EpisodeError, match="this one fails"):
+            running.group.result()
+        assert cancelled.wait(GIVE_UP_S / 4)
 
 
 class Ordered(TransformersEngine):

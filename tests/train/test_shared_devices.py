@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("safetensors")
 
 from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.records import Sample, SamplingParams
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.loop import train
 from moe_replay.train.setup import launch
+from moe_replay.train.sync.shared_devices import SharedDevices
+from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.weights.identity import Probe
+from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.source import Weights
 
 Config = Callable[..., Any]
@@ -91,3 +97,20 @@ def test_an_engine_may_keep_its_weights_while_it_sleeps(
     monkeypatch.setattr(engine, "note", lambda event: engine.events.append((event, True)))
     train(config("run", steps=1, rollout={"sleep": True, "sleep_level": 1}, checkpoint={"every": 0}), engine)
     assert [event for event, _ in engine.events if "sleep" in event] == ["sleep 1"]
+
+
+def test_lost_servers_are_waited_for_before_an_adapter_is_sent() -> None:
+    told: list[str] = []
+    engine: Any = SimpleNamespace(
+        wait_for_servers=lambda: told.append("wait"), update_adapter=lambda *_: told.append("update")
+    )
+    backend: Any = SimpleNamespace(
+        adapter=lambda: Adapter([], rank=1, alpha=1.0), device=torch.device("cpu"), shared_base=None
+    )
+    settings = TrainConfig(
+        model={"lora_rank": 1}, rollout={"engine": "rollout_server", "urls": ["http://a"], "lora": True}
+    )
+    devices = SharedDevices(settings, backend)
+    devices.start_with(SyncedEngine(engine))
+    assert devices.update_engine(1, None).transport == "adapter"
+    assert told == ["wait", "update"]

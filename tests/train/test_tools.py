@@ -178,6 +178,8 @@ XML = (
         ('<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>', [ToolCall("add", {"a": 2})]),
         ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 2}"}', [ToolCall("add", {"a": 2})]),
         ('<think><tool_call>{"name": "x"}</tool_call></think>4', []),
+        ('<tool_call>{"name": "x"}</tool_call></think>4', []),  # the template has written <think>
+        ('<tool_call>{"name": "a"}</tool_call><think>4</think>', [ToolCall("a")]),
         (XML, [ToolCall("add", {"a": "2", "b": "3"})]),
         (
             '<tool_call>{"name": "a"}</tool_call> and <tool_call>{"name": "b"}</tool_call>',

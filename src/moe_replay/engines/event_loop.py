@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
 from moe_replay.engines.requests import per_prompt
@@ -89,6 +89,17 @@ async def while_alive(call: Awaitable[T], failure: Callable[[], Exception | None
         task.cancel()
 
 
+async def gather_or_cancel(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results in order; nothing keeps running if a call has failed or the caller was cancelled."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _cancel_all() -> None:
     """Cancel every other task of this loop and wait for them to end."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -127,10 +138,4 @@ class AsyncSampler(ABC):
 
     async def _sample_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         calls = zip(prompts, per_prompt(params, len(prompts)), strict=True)
-        tasks = [asyncio.ensure_future(self.sample(prompt, own_params)) for prompt, own_params in calls]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:  # nothing keeps running if a sample failed or the caller was cancelled
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await gather_or_cancel(self.sample(prompt, own_params) for prompt, own_params in calls)

@@ -15,15 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
-from moe_replay.engines.base import Sampler
 from moe_replay.errors import EngineError
 from moe_replay.records import NOT_SAMPLED, FinishReason, Sample, SamplingParams, Trajectory
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.sampling_mask import SamplingMask
+
+
+class TurnSampler(Protocol):
+    """What a session needs of an engine."""
+
+    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]: ...
 
 
 class Session:
@@ -77,7 +82,7 @@ class Session:
             self.trace = self.trace.append_tokens(ids)
         self.turn_starts_at = len(self)
 
-    async def generate(self, engine: Sampler, params: SamplingParams) -> FinishReason:
+    async def generate(self, engine: TurnSampler, params: SamplingParams) -> FinishReason:
         """Sample one turn, or after an abort the rest of the turn, with the engine's current weights."""
         remaining = self._remaining(params)
         (sample,) = await engine.generate_one(self.token_ids.tolist(), remaining)

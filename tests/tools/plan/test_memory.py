@@ -200,6 +200,9 @@ def test_the_engine_on_the_same_cards(sizes: ModelSizes) -> None:
     assert found.host > 14 * sizes.total
     kept = plan(sizes, "megatron", "--rollout.sleep_level", "1")
     assert kept.host - found.host == pytest.approx(2 * sizes.total)
+    halves = ("--rollout.engines_per_node", "2", "--rollout.options", "tensor_parallel_size", "4")
+    asleep, gone = (plan(sizes, "megatron", "--rollout.sleep_level", level, *halves) for level in "12")
+    assert asleep.host - gone.host == pytest.approx(2 * 2 * sizes.total), "each engine keeps its own copy"
     replicas = plan(sizes, "megatron", "--rollout.options", "tensor_parallel_size", "2", "data_parallel_size", "4")
     share = 2 * (sizes.experts / 8 + (sizes.total - sizes.experts) / 2)
     assert replicas.phases["weight sync"]["engine weights"] == pytest.approx(share)

@@ -151,11 +151,12 @@ def _parts(metrics: Mapping[str, float]) -> Iterator[str]:
     if used:
         yield "MFU " + " ".join(f"{phase} {mfu:.1%}" for phase, mfu in used.items())
     if metrics.get("weights/gb"):
-        size, seconds = metrics["weights/gb"], f"{metrics['time/weights']:.2g} s"
+        size, seconds = metrics["weights/gb"], f"{_digits(metrics['time/weights'], 2)} s"
         if size < SMALL_GB:  # all latency: a rate would say nothing
-            yield f"weights {size * 1000:.2g} MB in {seconds}"
+            yield f"weights {_digits(size * 1000, 2)} MB in {seconds}"
         else:
-            yield f"weights {size:.3g} GB at {metrics['time/weights_gb_per_second']:.2g} GB/s in {seconds}"
+            rate = _digits(metrics["time/weights_gb_per_second"], 2)
+            yield f"weights {_digits(size, 3)} GB at {rate} GB/s in {seconds}"
     if metrics.get("loss/skipped"):
         yield "UPDATE SKIPPED: its gradient was not finite"
 
@@ -165,6 +166,11 @@ def _per_gpu(metrics: Mapping[str, float]) -> str:
     whole = metrics["time/tokens_per_second"]
     rate = metrics.get("time/tokens_per_second_per_gpu", whole)
     return "" if rate == whole else f" ({_short(rate)} per GPU)"
+
+
+def _digits(number: float, least: int) -> str:
+    """Return a number with so many significant digits, and never without those before the point."""
+    return f"{number:.0f}" if number >= 10 ** (least - 1) else f"{number:.{least}g}"
 
 
 def _short(number: float) -> str:

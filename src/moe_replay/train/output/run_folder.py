@@ -59,9 +59,9 @@ class Run:
     @classmethod
     def open(cls, config: TrainConfig) -> Run:
         """Create or find the folder, lock it, and write the configuration. Collective."""
-        resources = ExitStack()
-        folder = Path(from_rank_0(lambda: str(_claim(config, resources)), "opening the run folder"))
-        return cls(config, folder, resources)
+        with ExitStack() as resources:
+            folder = Path(from_rank_0(lambda: str(_claim(config, resources)), "opening the run folder"))
+            return cls(config, folder, resources.pop_all())
 
     @property
     def checkpoints(self) -> Path:
@@ -123,11 +123,7 @@ def _claim(config: TrainConfig, resources: ExitStack) -> Path:
         (folder / FAILURE).unlink(missing_ok=True)
         _log_to(folder / "log.txt", resources)
     except OSError as error:
-        resources.close()
         raise RunError(f"the run folder cannot be written: {error}", remedy="Choose another `output`") from error
-    except RunError:
-        resources.close()
-        raise
     return folder
 
 

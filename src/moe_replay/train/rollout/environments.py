@@ -23,10 +23,9 @@ import numpy as np
 
 from moe_replay.engines.base import Sampler
 from moe_replay.engines.event_loop import LoopThread
-from moe_replay.engines.session import Session
-from moe_replay.errors import EngineName, ExitStatus, MoeReplayError
+from moe_replay.engines.session import Session, TurnSampler
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.records import FinishReason, Sample, SamplingParams, Trajectory
-from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.config.registries import ENVIRONMENTS
 from moe_replay.train.rollout.prompts import Prompt, template_errors
 from moe_replay.train.rollout.tools import ToolCall, ToolSet
@@ -55,7 +54,7 @@ class Episode:
 
     prompt: Prompt
     session: Session
-    engine: Sampler
+    engine: TurnSampler
     params: SamplingParams
     tokenizer: Any
     max_length: int
@@ -224,7 +223,7 @@ class EnvironmentLoops:
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the next loop and await it in the caller's; it is cancelled with the caller."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, next(self._turns).loop))
+        return await next(self._turns).run_async(coroutine)
 
     def blocked_s(self) -> float:
         """Return for how long a loop has not answered, at most as long as this is called; 0 if all are free."""
@@ -242,39 +241,18 @@ class EnvironmentLoops:
             loop.close()
 
 
-class LoopBoundSampler(Sampler):
-    """A sampler that is called in its own event loop, whichever loop the caller runs in."""
+class LoopBoundSampler:
+    """Has an engine sample in its own event loop, whichever loop the caller runs in."""
 
     def __init__(self, engine: Sampler, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
-
-    @property
-    def name(self) -> EngineName:
-        return self._engine.name
-
-    @property
-    def topology(self) -> MoeTopology:
-        return self._engine.topology
-
-    @property
-    def weight_version(self) -> int:
-        return self._engine.weight_version
-
-    def healthy(self) -> bool:
-        return self._engine.healthy()
-
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        return self._engine.generate(prompts, params)
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         call = self._engine.generate_one(prompt, params)
         if asyncio.get_running_loop() is self._loop:
             return await call
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
-
-    def close(self) -> None:
-        """Do nothing: the engine belongs to the run."""
 
 
 # ---- the environment for tool calls ----------------------------------------------------------------------------------

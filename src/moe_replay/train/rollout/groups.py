@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from moe_replay.engines.base import Sampler
-from moe_replay.engines.event_loop import LoopThread
+from moe_replay.engines.event_loop import LoopThread, gather_or_cancel
 from moe_replay.engines.session import Session
 from moe_replay.errors import AlignmentError, EngineError
 from moe_replay.records import Sample, SamplingParams, Trajectory
@@ -101,8 +101,6 @@ class GroupSampler(Protocol):
 
     def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
         """Wait for a result; return False if `should_stop`, called from time to time, returns True."""
-
-    def result(self, future: Future[T]) -> T: ...
 
     def close(self) -> None:
         """End everything that runs."""
@@ -251,7 +249,7 @@ class LocalGroups:
     async def sample(self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns) -> list[Trajectory]:
         """Return the sequences of all episodes of a prompt, in order; later turns have `params`, and their own seed."""
         episodes = (self._run_episode(prompt, params, first_turns, number) for number in range(first_turns.n))
-        return list(chain.from_iterable(await asyncio.gather(*episodes)))
+        return list(chain.from_iterable(await gather_or_cancel(episodes)))
 
     async def _run_episode(
         self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns, number: int
@@ -274,26 +272,26 @@ class LocalGroups:
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 
-    def result(self, future: Future[T]) -> T:
-        """Wait for a result, and for environments: one that blocks its event loop is an error, not a wait forever."""
-        self.wait(future)
-        return future.result()
-
     def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
-        """Wait for a result as `result` does; return False if `should_stop`, called every few seconds, returns True."""
+        """Wait for a result; return False if `should_stop`, called every few seconds, returns True.
+
+        An environment that blocks its event loop is an error, not a wait forever.
+        """
         if self._environment is None and should_stop is None:
             wait([future])
             return True
         limit_s = math.inf if self._environment is None else self._config.environment_timeout_s
         last_asked = time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which restarts its timer
-            while not _is_done(future, limit_s):
+            while True:
+                with WATCH.waiting(limit_s):
+                    if wait([future], timeout=1.0).done:
+                        return True
                 self.check_environments()
                 if should_stop is not None and time.monotonic() - last_asked >= STOP_CHECK_S:
                     if should_stop():
                         return False
                     last_asked = time.monotonic()
-        return True
 
     def check_environments(self) -> None:
         """Raise if an environment has blocked its event loop for too long."""
@@ -335,11 +333,6 @@ def check_mask(sequence: Trajectory, params: SamplingParams, row: int) -> None:
             expected=f"the support of each token under top_p {params.top_p}, top_k {params.top_k}",
             remedy='Use an engine that returns it, or accept the bias with rollout.sampling_mask = "off"',
         )
-
-
-def _is_done(future: Future[Any], limit_s: float) -> bool:
-    with WATCH.waiting(limit_s):
-        return bool(wait([future], timeout=1.0).done)
 
 
 def _of_sample(params: SamplingParams, index: int) -> SamplingParams:

@@ -190,9 +190,7 @@ def load_prompts(
     prompts = []
     for number, row in enumerate(rows):
         location = rows.location(number) if isinstance(rows, Rows) else f"row {number}"
-        key = "prompt" if "prompt" in row else "messages"
-        if key not in row:
-            raise no_prompt(row, location)
+        key = prompt_column(row, location)
         content = row[key]
         _check_size(content, max_prompt_length, location)
         if isinstance(content, str) and chat.system and not has_turns:
@@ -222,8 +220,12 @@ def load_prompts(
     return prompts
 
 
-def no_prompt(row: Mapping[str, Any], location: str) -> DataError:
-    return DataError(
+def prompt_column(row: Mapping[str, Any], location: str) -> str:
+    """Return the name of the column that has the prompt of a row; raise if there is none."""
+    for name in ("prompt", "messages"):
+        if name in row:
+            return name
+    raise DataError(
         "a row has no prompt",
         sample=location,
         expected="a column 'prompt' or 'messages'",

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from moe_replay.engines.event_loop import gather_or_cancel
 from moe_replay.train.config.sections import RewardConfig
 from moe_replay.train.rollout import reward_worker as worker
 from moe_replay.train.rollout.prompts import Prompt
@@ -56,7 +57,7 @@ class Samples:
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         count = len(completions)
         columns: dict[str, list[Any]] = {name: [value] * count for name, value in prompt.columns.items()}
-        columns.setdefault("completion_ids", [TokenIds(ids) for ids in completions])
+        columns["completion_ids"] = [TokenIds(ids) for ids in completions]
         return cls(prompt.row, range(count), [prompt.content] * count, texts, columns)
 
     def __len__(self) -> int:
@@ -140,19 +141,14 @@ class RewardPool:
 
     async def score(self, samples: Samples) -> Scores:
         """Return the scores of the samples of a group; its rewards run side by side."""
-        tasks = [asyncio.ensure_future(self._score(reward, samples)) for reward in self._rewards]
-        try:
-            scores = await asyncio.gather(*tasks)
-        finally:  # if one of them failed, the others need not finish
-            for task in tasks:
-                task.cancel()
+        scores = await gather_or_cancel(self._score(reward, samples) for reward in self._rewards)
         return {reward.name: values for reward, values in zip(self._rewards, scores, strict=True)}
 
     def close(self) -> None:
         for process in self._started:
             process.kill()
         for process in self._started:
-            process.reap()
+            process.process.wait()
         self._started, self._idle = [], []
 
     @property
@@ -227,7 +223,7 @@ class RewardPool:
         process = self._idle.pop() if self._idle else self._new()
         usable = False
         try:
-            await _load(process)
+            await process.load()
             try:
                 yield process
                 usable = True
@@ -245,16 +241,6 @@ class RewardPool:
         process = RewardProcess([reward.name for reward in self._rewards])
         self._started.append(process)
         return process
-
-
-async def _load(process: RewardProcess) -> None:
-    try:
-        await process.load()
-    except RewardLostError as lost:
-        raise RewardError(
-            f"a reward process {lost.problem} while it imported the functions",
-            remedy="Its output says why. With reward.workers = 0 functions run in the trainer's process",
-        ) from lost
 
 
 def _placed(error: RewardError, samples: Samples, scored: int) -> RewardError:
@@ -298,9 +284,16 @@ class RewardProcess:
 
     async def load(self) -> None:
         """Wait until it has imported the functions."""
-        if not self._loaded:
+        if self._loaded:
+            return
+        try:
             await self._receive(START_S)
-            self._loaded = True
+        except RewardLostError as lost:
+            raise RewardError(
+                f"a reward process {lost.problem} while it imported the functions",
+                remedy="Its output says why. With reward.workers = 0 functions run in the trainer's process",
+            ) from lost
+        self._loaded = True
 
     async def ask(self, frame: bytes, answers: int, limit_s: float, values: list[float | None]) -> None:
         """Send a request and add the values of its answers to `values`; each answer may take `limit_s`.
@@ -350,17 +343,13 @@ class RewardProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End the process and what it has started in its process group; `reap` comes later."""
+        """End the process and what it has started in its process group, without waiting for it."""
         if self.killed:
             return
         self.killed = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._socket.close()
-
-    def reap(self) -> None:
-        """Wait for the end of a process that was killed."""
-        self.process.wait()
 
 
 def _as_error(content: Mapping[str, Any]) -> RewardError:

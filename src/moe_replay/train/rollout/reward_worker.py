@@ -31,7 +31,6 @@ from moe_replay.utils.processes import end_with_parent
 
 LENGTH = struct.Struct("<Q")
 _TAG = "\0moe-replay"
-_PARTS = ("problem", "sample", "layer", "token", "expected", "found", "remedy")
 
 
 class RewardWireError(MoeReplayError):
@@ -206,8 +205,7 @@ def error_to_content(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, MoeReplayError):
         trace = "".join(traceback.format_exception(error))
         return {"kind": "", "parts": {"problem": f"{type(error).__name__}: {one_line(error)}"}, "traceback": trace}
-    parts = {name: getattr(error, name) for name in _PARTS}
-    cause = error.__cause__
+    parts, cause = {"problem": error.problem, **error.facts}, error.__cause__
     return {
         "kind": f"{type(error).__module__}:{type(error).__qualname__}",
         "parts": {name: part if isinstance(part, int | None) else str(part) for name, part in parts.items()},

@@ -298,13 +298,16 @@ def _score(
 def _keeping_descriptors(name: str) -> Iterator[None]:
     """Raise if a function has closed file descriptors of this process, such as those of the event loop."""
     sentinel = os.open(os.devnull, os.O_RDONLY)
-    yield
     try:
-        os.close(sentinel)
-    except OSError as error:
-        raise RewardError(
-            f"{name} has closed file descriptors that it had not opened", remedy="Close what the function opens only"
-        ) from error
+        yield
+    finally:
+        try:
+            os.close(sentinel)
+        except OSError as error:
+            raise RewardError(
+                f"{name} has closed file descriptors that it had not opened",
+                remedy="Close what the function opens only",
+            ) from error
 
 
 def checked(reward: Reward, values: Any, count: int) -> list[float | None]:

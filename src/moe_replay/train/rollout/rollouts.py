@@ -39,11 +39,10 @@ UNLIKELY = -30.0
 
 
 class _PendingGroup(NamedTuple):
-    """A group in flight, its index, and the stream's state before its prompt was drawn."""
+    """A group in flight, and the state before its prompt was drawn."""
 
     running: RunningGroup
-    stream_state: dict[str, int]
-    index: int
+    state: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -102,8 +101,11 @@ class Rollouts:
     @property
     def state(self) -> dict[str, int]:
         """State that a resumed run needs; groups in flight will be sampled again."""
-        if self._pending:
-            return {**self._pending[0].stream_state, "group": self._pending[0].index}
+        return self._pending[0].state if self._pending else self._drawn
+
+    @property
+    def _drawn(self) -> dict[str, int]:
+        """How many prompts have been drawn."""
         return {**self._stream.state, "group": self._next_group}
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -312,26 +314,21 @@ class Rollouts:
     def _submit(self, count: int) -> None:
         if count <= 0:
             return
-        drawn = []
+        states, tasks = [], []
         for _ in range(count):
-            state = self._stream.state
+            states.append(self._drawn)
             (prompt,) = self._stream.draw(1)
-            drawn.append((prompt, state, self._next_group))
+            # The seed of a group depends only on the run and its index; its samples still differ.
+            params = replace(self._params, seed=self._seed(self._next_group))
+            tasks.append(GroupTask(prompt=prompt, index=self._next_group, params=params))
             self._next_group += 1
-        together = self._config.rollout.max_staleness == 0
-        # The seed of a group depends only on the run and its index; its samples still differ.
-        tasks = [
-            GroupTask(prompt=prompt, index=index, params=replace(self._params, seed=self._seed(index)))
-            for prompt, _, index in drawn
-        ]
-        started = self._groups.submit(tasks, together=together)
-        for (_, state, index), running in zip(drawn, started, strict=True):
-            self._pending.append(_PendingGroup(running, state, index))
+        started = self._groups.submit(tasks, together=self._config.rollout.max_staleness == 0)
+        self._pending += map(_PendingGroup, started, states)
 
     def finish_running(self) -> None:
         """Wait until all groups in flight are sampled, so that each comes from one version of the weights."""
         for pending in self._pending:
-            self._groups.result(pending.running.sampled)
+            self._groups.wait(pending.running.sampled)
 
     def _seed(self, *indices: int) -> int | None:
         """Return the seed of a group of the run with these indices; None if samples need not be reproducible."""

@@ -165,7 +165,8 @@ def _value(text: str) -> Any:
 # ---- tool calls in a completion --------------------------------------------------------------------------------------
 
 
-_REASONING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
+_REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|$)", re.DOTALL)
+"""Also where the chat template has written the `<think>`, at the end of the prompt."""
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|$)", re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -97,23 +97,21 @@ def engines_of_all_nodes(
         yield started
         return
     if count is None:
-        yield StartedEngines()
+        yield started
         return
     from moe_replay.engines.server.engine_processes import EngineProcesses
 
     token = from_rank_0(lambda: secrets.token_urlsafe(32), "making a token")
-    address, processes = _address(), None
-    with raise_on_all_ranks("starting the rollout engines"):
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            request = start_request(config.rollout, config.model, folder, longest_sequence(config, folder))
-            host = LOOPBACK if address == LOOPBACK else "0.0.0.0"
-            processes = EngineProcesses(config.rollout.engine, request, count, token=token, host=host)
-    try:
-        here = [] if processes is None else [f"http://{address}:{port}" for port in processes.ports]
+    address, here = _address(), list[str]()
+    with ExitStack() as stack:
+        with raise_on_all_ranks("starting the rollout engines"):
+            if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+                request = start_request(config.rollout, config.model, folder, longest_sequence(config, folder))
+                host = LOOPBACK if address == LOOPBACK else "0.0.0.0"
+                processes = EngineProcesses(config.rollout.engine, request, count, token=token, host=host)
+                stack.callback(processes.close)
+                here = [f"http://{address}:{port}" for port in processes.ports]
         yield StartedEngines(tuple(url for urls in all_gather_json(here) for url in urls), token)
-    finally:
-        if processes is not None:
-            processes.close()
 
 
 def _address() -> str:

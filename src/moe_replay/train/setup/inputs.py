@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from moe_replay.train.config.checks import plugin_names, warmup_problem
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.rollout.prompts import Chat, DataError, Prompt, Rows, load_prompts, no_prompt, read_rows
+from moe_replay.train.rollout.prompts import Chat, DataError, Prompt, Rows, load_prompts, prompt_column, read_rows
 from moe_replay.train.rollout.reward_pool import check_columns
 from moe_replay.train.rollout.rewards import Reward, load_reward
 from moe_replay.train.rollout.tools import ToolSet, load_tools
@@ -129,7 +130,8 @@ class Inputs:
 def steps_of_epochs(config: TrainConfig, num_prompts: int) -> int:
     """Return the number of steps for `data.epochs`; the last step may start another epoch."""
     assert config.data.epochs is not None
-    steps = math.ceil(config.data.epochs * num_prompts / config.rollout.prompts_per_step)
+    epochs = Fraction(str(config.data.epochs))  # 1.1 * 100 is more than 110 in binary
+    steps = math.ceil(epochs * num_prompts / config.rollout.prompts_per_step)
     if problem := warmup_problem(config, steps):
         raise ConfigError(problem, found=f"data.epochs = {config.data.epochs:g} of {num_prompts} prompts")
     return steps
@@ -153,20 +155,28 @@ def load_rewards(config: TrainConfig) -> list[Reward]:
 
 
 def check_reward_columns(rewards: Sequence[Reward], rows: Rows) -> None:
-    """Raise for the first row that lacks a column without which a reward function cannot be called, or a prompt."""
+    """Raise for the first row with which a reward function cannot be called, or without a prompt."""
+    needed = {reward.name: needed_columns(reward.function) for reward in rewards}
     for number, row in enumerate(rows):
-        if "prompt" not in row and "messages" not in row:
-            raise no_prompt(row, rows.location(number))
-    for reward in rewards:
-        needed = needed_columns(reward.function)
-        for number, row in enumerate(rows):
-            if missing := sorted(needed - row.keys()):
+        location = rows.location(number)
+        prompt = prompt_column(row, location)
+        columns = row.keys() - {prompt}
+        if taken := sorted(columns & GIVEN):
+            raise DataError(
+                f"a column has the name of an argument of every reward function: {', '.join(map(repr, taken))}",
+                sample=location,
+                remedy=f'Rename it, e.g. data.columns = {{{taken[0]} = "{taken[0]}_in_data"}}, or remove it',
+            )
+        for name, names in needed.items():
+            if missing := sorted(names - columns):
                 raise DataError(
-                    f"reward {reward.name!r} needs a column that a row does not have",
-                    sample=rows.location(number),
+                    f"reward {name!r} needs a column that a row does not have",
+                    sample=location,
                     expected=f"a column {', '.join(map(repr, missing))}",
                     found=f"columns {sorted(row)}",
-                    remedy="Add it to the data, give the parameter a default, or set reward.functions",
+                    remedy="Prompts are the argument `prompts`"
+                    if prompt in missing
+                    else "Add it to the data, give the parameter a default, or set reward.functions",
                 )
 
 

@@ -108,15 +108,22 @@ def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterato
 
     silence_s   heartbeat timeout; a silent rank is treated as dead
     """
-    watch = RankWatch()
-    if dist.is_initialized():
-        try:
-            with open_control_group():
-                watch.start(silence_s, processes=False)
-                yield watch
-        finally:
-            watch.stop()
-        return
+    watch, is_own = RankWatch(), not dist.is_initialized()
+    if is_own:
+        _join(device)
+    try:
+        with open_control_group():
+            watch.start(silence_s, processes=is_own)
+            yield watch
+    finally:
+        if is_own:
+            dist.destroy_process_group()
+            _forget_shardings()
+        watch.stop()
+
+
+def _join(device: torch.device) -> None:
+    """Open the process group of a launcher's ranks, or of this process alone."""
     backend = collective_backends(device)
     if "RANK" in os.environ:
         _check_rank(os.environ["RANK"], os.environ.get("WORLD_SIZE", ""))
@@ -128,22 +135,14 @@ def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterato
                 f"the ranks cannot be connected: {one_line(error)}",
                 remedy="Start with torchrun; --master-port must be free, and --master-addr must be the first node",
             ) from error
-    else:
-        if os.environ.get("WORLD_SIZE", "1") != "1":
-            raise LaunchError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set",
-                expected="both, or neither for one rank",
-                remedy="Start with torchrun, or unset WORLD_SIZE",
-            )
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with open_control_group():
-            watch.start(silence_s)
-            yield watch
-    finally:
-        dist.destroy_process_group()
-        _forget_shardings()
-        watch.stop()
+        return
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise LaunchError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set",
+            expected="both, or neither for one rank",
+            remedy="Start with torchrun, or unset WORLD_SIZE",
+        )
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _forget_shardings() -> None:

@@ -113,7 +113,7 @@ def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: f
     if gpus < 1 or not 0 < gpu_gib < math.inf:
         raise LayoutError("no GPUs to plan for", expected="at least 1, with memory", found=f"{gpus} of {gpu_gib:g} GiB")
     config = with_memory_used(config, sizes, gpus=gpus, gpu_gib=gpu_gib)
-    engine = _Engine.of(config, sizes, gpu_gib * GIB, is_shared=has_one_copy(config, gpus, "cuda"))
+    engine = _Engine.of(config, sizes, gpus, gpu_gib * GIB, is_shared=has_one_copy(config, gpus, "cuda"))
     if config.backend.kind == "fsdp":
         trainers = [_fsdp(config, sizes, gpus)]
     else:
@@ -398,10 +398,10 @@ def _logits(config: TrainConfig, sizes: ModelSizes, shards: int) -> float:
 
 @dataclass(frozen=True)
 class _Engine:
-    """vLLM on the trainer's GPUs.
+    """vLLM on the trainer's GPUs: one engine, or all that the run starts.
 
     total       bytes per GPU, of which `weights` and room for `adapters`
-    gpus        that it runs on
+    gpus        that they run on
     is_shared   the trainer computes with its weights
     """
 
@@ -412,7 +412,7 @@ class _Engine:
     is_shared: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig, sizes: ModelSizes, capacity: float, *, is_shared: bool) -> _Engine:
+    def of(cls, config: TrainConfig, sizes: ModelSizes, ranks: int, capacity: float, *, is_shared: bool) -> _Engine:
         rollout, model = config.rollout, config.model
         is_separate = config.cluster.starts_engines and config.cluster.placement == "separate"
         if rollout.engine != "vllm" or is_separate:
@@ -435,4 +435,7 @@ class _Engine:
                 found=f"{weights / GIB:.1f} GiB on each of {gpus} GPUs",
                 remedy="Raise gpu_memory_utilization or tensor_parallel_size",
             )
-        return cls(total, weights, adapters, gpus, is_shared)
+        engines = config.cluster.engines if config.cluster.starts_engines else None
+        if rollout.engines_per_node is not None:
+            engines = ranks // gpus  # they divide all devices of each machine
+        return cls(total, weights, adapters, (engines or 1) * gpus, is_shared)

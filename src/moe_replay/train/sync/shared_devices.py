@@ -24,27 +24,24 @@ class SharedDevices:
 
     `rollout.sleep` frees the engine's, `backend.offload` the trainer's.
 
-    engine   of the run, on rank 0; None on other ranks, and until it is started
+    engine       of the run, on rank 0; None on other ranks, and until it is started
+    take_turns   whether the engine sleeps while the trainer has its weights on the devices
     """
 
     def __init__(self, config: TrainConfig, backend: Backend) -> None:
         self.engine: SyncedEngine | None = None
         self._backend = backend
-        self._offload, self._sleep = config.backend.offload, config.rollout.sleep
+        self.take_turns = config.backend.offload
+        self._sleep = config.rollout.sleep
         self._level = config.rollout.sleep_level
         self._adapter_alone = config.rollout.lora
-        self._sync = EngineSync(config.weight_sync, backend.device, copies=config.backend.offload)
-
-    @property
-    def take_turns(self) -> bool:
-        """Whether the engine sleeps while the trainer has its weights on the devices."""
-        return self._offload
+        self._sync = EngineSync(config.weight_sync, backend.device, copies=self.take_turns)
 
     def start_with(self, engine: SyncedEngine) -> None:
         """Take the engine of the run, which has its memory, and have it free that for the trainer."""
         self.engine = engine
         self._check_shared_weights()
-        if self._offload:
+        if self.take_turns:
             self.put_engine_to_sleep()
 
     def put_engine_to_sleep(self, level: int | None = None) -> None:
@@ -58,12 +55,12 @@ class SharedDevices:
         The engine first takes memory for weights alone; the rest follows when the trainer has freed its own.
         """
         adapter = self._backend.adapter() if self._adapter_alone else None
+        with raise_on_all_ranks("waking the engine"):
+            if self.engine is not None:
+                self.engine.wait_for_servers()
+                if self._sleep:
+                    self.engine.wake_for_update()
         if adapter is None:
-            with raise_on_all_ranks("waking the engine"):
-                if self.engine is not None:
-                    self.engine.wait_for_servers()
-                    if self._sleep:
-                        self.engine.wake_for_update()
             return self._sync.send(
                 OffloadWhenRead(self._backend, self._free_trainer_memory), self.engine, version, probe
             )
@@ -72,8 +69,6 @@ class SharedDevices:
             if self.engine is None:
                 groups.exhaust()
             else:
-                if self._sleep:
-                    self.engine.wake_for_update()
                 tensors = (item for group in groups for item in group)
                 self.engine.update_adapter(replace(adapter, tensors=tensors), version, probe)
                 self._check_shared_weights()
@@ -83,13 +78,13 @@ class SharedDevices:
         """Yield tensors of the adapter; after the last one the trainer's memory is freed."""
         for name, tensor in tensors:
             # A copy: it may share memory that is freed before the engine has read it.
-            yield [(name, tensor.clone() if self._offload else tensor)]
+            yield [(name, tensor.clone() if self.take_turns else tensor)]
         self._free_trainer_memory()
 
     @contextmanager
     def trainer_awake(self) -> Iterator[None]:
         """Have the policy on its devices inside this context, after a weight sync. Collective."""
-        if not self._offload:
+        if not self.take_turns:
             yield
             return
         with raise_on_all_ranks("putting the engine to sleep"):
@@ -108,7 +103,7 @@ class SharedDevices:
             self._backend.shared_base.check(self.engine.shared_digests())
 
     def _free_trainer_memory(self) -> None:
-        if self._offload:
+        if self.take_turns:
             self._backend.offload()
             barrier()  # the engine may take memory of any rank's device
 

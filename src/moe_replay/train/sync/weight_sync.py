@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -53,13 +53,6 @@ class SyncReport(NamedTuple):
         return {"time/weights": self.seconds, "weights/gb": gigabytes, "time/weights_gb_per_second": rate}
 
 
-def load_transport(name: str, config: Any) -> Transport | None:
-    """Return the user's transport `module:Class`, constructed with the settings; None: a built-in one is named."""
-    if name in WEIGHT_TRANSPORTS:
-        return None
-    return resolve(name, WEIGHT_TRANSPORTS, kind="weight transport", key="weight_sync.transport")(config)
-
-
 class EngineSync:
     """Updates the engine of a run. Collective: call on every rank; the engine exists on rank 0 only.
 
@@ -72,7 +65,10 @@ class EngineSync:
         self._devices: list[str] = []  # of all ranks
         self._fallback = ""  # why `auto` sends by http from now on
         self._targets: Targets | None = None  # on rank 0
-        self._custom = load_transport(config.transport, config)
+        self._custom: Transport | None = None  # the user's `module:Class`
+        if config.transport not in WEIGHT_TRANSPORTS:
+            transport = resolve(config.transport, {}, kind="weight transport", key="weight_sync.transport")
+            self._custom = transport(config)
 
     def send(self, source: WeightSource, engine: SyncedEngine | None, version: int, probe: Probe | None) -> SyncReport:
         """Send all weights. A transfer that `auto` has chosen and that fails is followed by http, for the whole run."""

@@ -161,7 +161,7 @@ class RankStore:
             sections.append((start, end - start))
         self._number += 1
         if self._server is not None:
-            self._server.offer(self._number, self._file, sections)
+            self._server.offer = Offer(self._number, self._file, tuple(sections))
         return RolloutBatch(
             headers=list(map(header_of, trajectories)),
             layers=layers,
@@ -253,7 +253,7 @@ class RankStore:
 
     def _forget(self) -> None:
         if self._server is not None:
-            self._server.withdraw()
+            self._server.offer = None
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -310,7 +310,7 @@ def _common_layers(trajectories: Sequence[Trajectory]) -> Layers:
 # answer:  u64 length | a section (`wire.py`) of these records; length 0: rank 0 has no such batch
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """A batch that is served: its number, its own file descriptor, and its sections."""
 
     number: int
@@ -319,28 +319,22 @@ class _Offer(NamedTuple):
 
 
 class SectionServer:
-    """Answers requests in its own threads, from `offer` to `withdraw`.
+    """Answers requests in its own threads.
 
+    offer        what is served; None: every rank has its trajectories
     sent_bytes   of all answers
     """
 
     def __init__(self, listener: socket.socket, token: bytes, timeout_s: float) -> None:
+        self.offer: Offer | None = None
         self.sent_bytes = 0
         self._listener, self._token, self._timeout_s = listener, token, timeout_s
-        self._offer: _Offer | None = None
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "trajectories")
         threading.Thread(target=self._accept, name="trajectories", daemon=True).start()
 
-    def offer(self, number: int, file: int, sections: Sequence[tuple[int, int]]) -> None:
-        self._offer = _Offer(number, file, tuple(sections))
-
-    def withdraw(self) -> None:
-        """Serve nothing any more: every rank has its trajectories."""
-        self._offer = None
-
     def close(self) -> None:
-        self.withdraw()
+        self.offer = None
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -361,7 +355,7 @@ class SectionServer:
             if receive_into(connection, memoryview(request)) < len(request):
                 return
             number, section, indices = json.loads(request)
-            offer = self._offer
+            offer = self.offer
             if offer is None or offer.number != number:
                 connection.sendall(LENGTH.pack(0))
                 return

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from moe_replay.engines.base import Refusals, ServerState
 from moe_replay.errors import MoeReplayError
@@ -37,9 +37,9 @@ from moe_replay.train.workers.wire import (
     map_segment,
     task_to_content,
 )
+from moe_replay.utils.misc import one_line
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 SHUTDOWN_TIMEOUT_S = 10.0
 """Seconds that a worker has to end by itself."""
 
@@ -187,9 +187,6 @@ class WorkerPool:
                 return False
         return True
 
-    def result(self, future: Future[T]) -> T:
-        return future.result()
-
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def follow_update(self, version: int, weights_id: str) -> None:
@@ -212,11 +209,17 @@ class WorkerPool:
     # ---- messages from workers ---------------------------------------------------------------------------------------
 
     def _read(self, worker: _Worker) -> None:
-        while (message := worker.channel.receive()) is not None:
-            if "fatal" in message.content:
-                self._lose(worker, error_from_content(message.content["fatal"], worker.name), for_good=True)
-                return
-            self._take(worker, message)
+        try:
+            while (message := worker.channel.receive()) is not None:
+                if "fatal" in message.content:
+                    self._lose(worker, error_from_content(message.content["fatal"], worker.name), for_good=True)
+                    return
+                self._take(worker, message)
+        except OSError as error:  # this process can have no more descriptors, or no more memory
+            problem = f"samples of {worker.name} cannot be received: {one_line(error)}"
+            remedy = "Raise the limits of open files (ulimit -n) and of memory"
+            self._lose(worker, WorkerError(problem, remedy=remedy), for_good=True)
+            return
         if not self._closing:
             remedy = "Its last lines say why; without any, the machine may have run out of memory"
             self._lose(worker, WorkerError(f"{worker.name} {worker.ending()}", remedy=remedy))
@@ -275,7 +278,7 @@ class WorkerPool:
         for thread in self._threads:
             thread.join()
         for worker in self._workers:
-            worker.channel.close()
+            worker.channel.connection.close()
 
 
 def _fail(running: RunningGroup, error: MoeReplayError) -> None:

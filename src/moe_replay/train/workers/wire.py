@@ -7,11 +7,13 @@ other; rank 0 maps each, and its memory is freed with the last trajectory in it.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import mmap
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,26 +58,20 @@ class Channel:
             self.connection.sendall(frame)
 
     def receive(self) -> Message | None:
-        """Return the next message; None when the other end has closed."""
-        head, file = b"", -1
-        while len(head) < LENGTH.size:
-            try:
-                received, files, *_ = socket.recv_fds(self.connection, LENGTH.size - len(head), 1)
-            except ConnectionError:
-                received, files = b"", []
-            file = files[0] if files else file
-            if not received:
-                if file >= 0:
-                    os.close(file)
-                return None
-            head += received
-        content = bytearray(*LENGTH.unpack(head))
-        if receive_into(self.connection, memoryview(content)) < len(content):
-            return None
-        return Message(from_content(bytes(content)), file)
-
-    def close(self) -> None:
-        self.connection.close()
+        """Return the next message; None when the other end has closed; OSError if its descriptor has no place here."""
+        files: list[int] = []
+        with suppress(ConnectionError):  # it has ended with messages that it had not read
+            first, files, flags, _ = socket.recv_fds(self.connection, 1, 1)
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            rest = bytearray(LENGTH.size - 1)
+            if first and receive_into(self.connection, memoryview(rest)) == len(rest):
+                content = bytearray(*LENGTH.unpack(first + rest))
+                if receive_into(self.connection, memoryview(content)) == len(content):
+                    return Message(from_content(bytes(content)), *files)
+        for file in files:  # of a message that did not come whole
+            os.close(file)
+        return None
 
 
 def error_from_content(content: Mapping[str, Any], worker: str) -> MoeReplayError:
