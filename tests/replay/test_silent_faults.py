@@ -288,6 +288,10 @@ def test_tokens_hidden_in_padding(model, replay, batch):
     with torch.no_grad(), replay.replay(cut, allow_unknown_tokens=True) as replaying:
         model(IDS)
     assert replaying.unknown_tokens >= 9  # of 10; one id may be taken for that of padding
+    embeddings = model.model.embed_tokens(IDS)
+    with torch.no_grad(), replay.replay(cut, fed_ids=IDS, allow_unknown_tokens=True) as replaying:
+        model(inputs_embeds=embeddings)
+    assert replaying.unknown_tokens >= 9
     padded = IDS.clone()
     padded[:, 4:] = 0
     with torch.no_grad(), replay.replay(cut) as replaying:

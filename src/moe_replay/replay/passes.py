@@ -206,12 +206,16 @@ class ForwardPass:
         for tokens in (*self._compared, self.tokens):
             if tokens is not None:
                 tokens.check(self.batch, self.allow_unknown)
-        fed = [self.given, self.tokens, *(forward.tokens for forward in self._forwards.values())]
-        if not any(tokens is not None for tokens in fed):
+        if not self.fed():
             raise AlignmentError(
                 "the model was not fed token ids, so nothing proves that the routes belong to its tokens",
                 remedy="Pass the ids that the embeddings were made from: replay(batch, fed_ids=...)",
             )
+
+    def fed(self) -> list[FedTokens]:
+        """Return what the model was fed, and last what its caller has passed."""
+        fed = [self.tokens, *(forward.tokens for forward in self._forwards.values()), self.given]
+        return [tokens for tokens in fed if tokens is not None]
 
     # ---- what its routers do ------------------------------------------------------------------------------------
 
