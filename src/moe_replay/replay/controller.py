@@ -404,8 +404,8 @@ class RouterReplay:
                 )
         if policy.has_margin:
             self._check_margin()
-        if batch.layout is not None:
-            self._rows.check(batch.layout)
+        if batch.row_order is not None and batch.fed_token_ids is not None:
+            self._rows.check(batch.row_order, batch.fed_token_ids.shape)
         served = [chunk for chunk in self._chunks if not chunk.layers or set(chunk.layers) & set(batch.layers)]
         for chunk in served or self._chunks:
             for site in chunk.sites:
