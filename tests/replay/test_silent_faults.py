@@ -128,12 +128,13 @@ def test_a_later_hook_that_swaps_rows(model, replay, batch, inner):
     assert torch.equal(recording.batch().fed_token_ids, IDS.flip(0).int())
 
 
-def test_a_later_hook_that_swaps_rows_in_place(model, replay, batch):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_later_hook_that_swaps_rows_in_place(model, replay, batch, mode):
     def swap(module, args):
         args[0].copy_(args[0].flip(0))
 
     model.register_forward_pre_hook(swap)
-    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+    with mode(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
         model(IDS.clone())
 
 

@@ -321,7 +321,12 @@ class _ChunkForward:
         """Return whether a module is given ids that were copied before, here or further out, and are unchanged."""
         if ids is self._fed.get(depth):  # the forward has ended: the model may write to its ids
             return True
-        unchanged = self._latest is not None and ids is self._latest[0] and version_of(ids) == self._latest[1]
+        unchanged = (
+            not ids.is_inference()  # nobody counts the changes in place of such a tensor
+            and self._latest is not None
+            and ids is self._latest[0]
+            and version_of(ids) == self._latest[1]
+        )
         if unchanged:
             self._fed[depth] = ids
         return unchanged
