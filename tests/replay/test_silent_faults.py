@@ -128,12 +128,13 @@ def test_a_later_hook_that_swaps_rows(model, replay, batch, inner):
     assert torch.equal(recording.batch().fed_token_ids, IDS.flip(0).int())
 
 
-def test_a_later_hook_that_swaps_rows_in_place(model, replay, batch):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_later_hook_that_swaps_rows_in_place(model, replay, batch, mode):
     def swap(module, args):
         args[0].copy_(args[0].flip(0))
 
     model.register_forward_pre_hook(swap)
-    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+    with mode(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
         model(IDS.clone())
 
 
@@ -288,6 +289,10 @@ def test_tokens_hidden_in_padding(model, replay, batch):
     with torch.no_grad(), replay.replay(cut, allow_unknown_tokens=True) as replaying:
         model(IDS)
     assert replaying.unknown_tokens >= 9  # of 10; one id may be taken for that of padding
+    embeddings = model.model.embed_tokens(IDS)
+    with torch.no_grad(), replay.replay(cut, fed_ids=IDS, allow_unknown_tokens=True) as replaying:
+        model(inputs_embeds=embeddings)
+    assert replaying.unknown_tokens >= 9
     padded = IDS.clone()
     padded[:, 4:] = 0
     with torch.no_grad(), replay.replay(cut) as replaying:

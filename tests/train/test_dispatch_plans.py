@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -400,6 +401,19 @@ def test_a_margin_decides_about_no_row_that_has_a_stand_in(model: Any) -> None:
     assert not any(counts[layer][:, ~batch.layer(layer)[1]].any() for layer in batch.layers)
 
 
+def test_a_token_that_no_trace_has_is_sent_to_no_stand_in(model: Any) -> None:
+    replay = with_plans(model)
+    layout = TokenLayout.padded([11, 6])
+    batch, ids = engine_routes(replay, layout)
+    ids[1, 6] = 9  # behind the second sequence
+    with torch.no_grad(), replay.replay(replace(batch, stand_ins=False), allow_unknown_tokens=True):
+        native = model(input_ids=ids, use_cache=False).logits
+    with torch.no_grad(), replay.replay(batch, allow_unknown_tokens=True) as replaying:
+        found = model(input_ids=ids, use_cache=False).logits
+    assert replaying.unknown_tokens == 1
+    assert torch.equal(found, native)
+
+
 def test_losses_over_all_rows_take_no_stand_ins(model: Any) -> None:
     replay = with_plans(model)
     batch, ids = engine_routes(replay, TokenLayout.padded([11, 6]))
@@ -432,6 +446,26 @@ def test_a_plan_of_other_routes_is_refused(model: Any) -> None:
     plan = replay.plan_rows(batch)
     batch.routed_experts[0] = batch.routed_experts[1]
     with pytest.raises(AlignmentError, match="changed since"), replay.replay(batch, plan=plan):
+        pass
+
+
+def test_a_plan_of_rows_that_route_natively_is_refused(model: Any) -> None:
+    """Of the same ids: experts would take the replayed ones in rows where routers choose others."""
+    replay = with_plans(model)
+    batch = random_routes(replay, IDS)
+    plan = replay.plan_rows(batch)
+    partial = replace(batch, valid=torch.zeros_like(batch.valid), all_valid=(True, False, True))
+    with pytest.raises(AlignmentError, match=r"rows without a route.*layers \[1\]"), replay.replay(partial, plan=plan):
+        pass
+    batch, _ = engine_routes(replay, TokenLayout.padded([11, 6]))
+    plan = replay.plan_rows(batch)
+    with (
+        pytest.raises(AlignmentError, match="rows without"),
+        replay.replay(batch, plan=plan, allow_unknown_tokens=True),
+    ):
+        pass
+    replay.takes_stand_ins = False
+    with pytest.raises(AlignmentError, match="rows without a route"), replay.replay(batch, plan=plan):
         pass
 
 

@@ -280,14 +280,17 @@ class RouterReplay:
         weights, since        as for `record`
         """
         chunks = self._check(batch, policy)
+        # A router need not choose for rows that have a stand-in. It must where a margin decides about every row, and
+        # where padding may be tokens.
+        takes_stand_ins = self.takes_stand_ins and not policy.has_margin and not allow_unknown_tokens
         if plan is not None:
-            plan.check(batch, self._planned_experts(batch))
             if policy.has_margin:
                 raise ReplayStateError(
                     "a dispatch plan was given for a replay within a margin",
                     found=f"margin {policy.margin:g}",
                     remedy="Leave the plan out: which experts are taken is known only when routers have run",
                 )
+            plan.check(batch.with_stand_ins() if takes_stand_ins else batch, self._planned_experts(batch))
         if not unverified:
             batch.check_verifiable()
         needed = tuple(layer for layer in self.layers if any(layer in chunk for chunk in chunks))
@@ -297,11 +300,10 @@ class RouterReplay:
             device = self._device()
             batch = batch.pin_memory() if device.type == "cuda" else batch
             batch = batch.to(device, non_blocking=True)
-        plan = self._plan(batch, plan, policy)
+        replayed = batch.with_stand_ins() if takes_stand_ins else batch
+        plan = self._plan(replayed, plan, policy)
         self.replayed_passes += 1
         self.planned_passes += plan is not None
-        # A router need not choose for rows that have a stand-in, but within a margin it decides about every row.
-        replayed = batch.with_stand_ins() if self.takes_stand_ins and not policy.has_margin else batch
         layer_routes = {}
         for layer in needed:
             routed_experts, valid, all_valid = replayed.layer(layer)
@@ -337,9 +339,7 @@ class RouterReplay:
         For several passes over one batch, on the device of the model: `replay(batch, plan=...)`. None too where
         rows have stand-ins (`RouteBatch.from_traces`) that this model does not take.
         """
-        if batch.stand_ins and not self.takes_stand_ins:
-            return None
-        return DispatchPlan.of(batch, self._planned_experts(batch))
+        return DispatchPlan.of(batch.with_stand_ins() if self.takes_stand_ins else batch, self._planned_experts(batch))
 
     def _planned_experts(self, batch: RouteBatch) -> dict[int, int]:
         return {layer: slot.num_experts for layer, slot in self._slots.items() if layer in batch.layers}
@@ -350,7 +350,7 @@ class RouterReplay:
         if plan is not None:
             plan = plan.to(batch.routed_experts.device)
         elif not policy.has_margin:
-            plan = self.plan_rows(batch)
+            plan = DispatchPlan.of(batch, self._planned_experts(batch))
         return plan if self._finish_plan is None else self._finish_plan(plan, tuple(self._planned_experts(batch)))
 
     @contextmanager
@@ -404,8 +404,8 @@ class RouterReplay:
                 )
         if policy.has_margin:
             self._check_margin()
-        if batch.layout is not None:
-            self._rows.check(batch.layout)
+        if batch.row_order is not None and batch.fed_token_ids is not None:
+            self._rows.check(batch.row_order, batch.fed_token_ids.shape)
         served = [chunk for chunk in self._chunks if not chunk.layers or set(chunk.layers) & set(batch.layers)]
         for chunk in served or self._chunks:
             for site in chunk.sites:
@@ -590,4 +590,4 @@ class Replaying(_Forward):
     @property
     def unknown_tokens(self) -> int:
         """Tokens that the model was fed and that no trace has: they were routed natively (`allow_unknown_tokens`)."""
-        return 0 if self._pass.tokens is None else self._pass.tokens.unknown
+        return next((tokens.unknown for tokens in self._pass.fed()), 0)

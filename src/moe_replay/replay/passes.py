@@ -206,12 +206,16 @@ class ForwardPass:
         for tokens in (*self._compared, self.tokens):
             if tokens is not None:
                 tokens.check(self.batch, self.allow_unknown)
-        fed = [self.given, self.tokens, *(forward.tokens for forward in self._forwards.values())]
-        if not any(tokens is not None for tokens in fed):
+        if not self.fed():
             raise AlignmentError(
                 "the model was not fed token ids, so nothing proves that the routes belong to its tokens",
                 remedy="Pass the ids that the embeddings were made from: replay(batch, fed_ids=...)",
             )
+
+    def fed(self) -> list[FedTokens]:
+        """Return what the model was fed, and last what its caller has passed."""
+        fed = [self.tokens, *(forward.tokens for forward in self._forwards.values()), self.given]
+        return [tokens for tokens in fed if tokens is not None]
 
     # ---- what its routers do ------------------------------------------------------------------------------------
 
@@ -317,7 +321,12 @@ class _ChunkForward:
         """Return whether a module is given ids that were copied before, here or further out, and are unchanged."""
         if ids is self._fed.get(depth):  # the forward has ended: the model may write to its ids
             return True
-        unchanged = self._latest is not None and ids is self._latest[0] and version_of(ids) == self._latest[1]
+        unchanged = (
+            not ids.is_inference()  # nobody counts the changes in place of such a tensor
+            and self._latest is not None
+            and ids is self._latest[0]
+            and version_of(ids) == self._latest[1]
+        )
         if unchanged:
             self._fed[depth] = ids
         return unchanged

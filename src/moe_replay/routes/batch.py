@@ -63,7 +63,7 @@ class RouteBatch:
     fed_token_ids   (B, W) int32: the token ids that belong to these routes, -1 for padding; None where unknown
     coverage        counts, where known on the host
     layout          where each row comes from, where known: to name a token in an error
-    row_order       how the model that made these routes flattens its tokens, where known
+    row_order       how tokens were flattened to these rows, where known
     gates           (L, R, K) current scores at these experts that the router made its gate weights of, where recorded
     stand_ins       whether all rows that are not valid hold the experts of other rows, because nothing depends on them
     """
@@ -158,6 +158,7 @@ class RouteBatch:
             fed_token_ids=to_device(fed_token_ids, device),
             coverage=Coverage(layout.num_rows, layout.num_rows - layout.num_padding, tuple(replayed)),
             layout=layout,
+            row_order=RowOrder.of(layout),
             stand_ins=has_stand_ins,
         )
 
@@ -406,12 +407,8 @@ class RouteBatch:
         """Raise unless these ids, laid out like this, are what the model was fed."""
         if self.fed_token_ids is None:
             raise _ids_unknown()
-        own_layout = self.layout
-        order = self.row_order or (
-            None if own_layout is None else RowOrder(own_layout.order, own_layout.sequence_shard or (0, 1))
-        )
-        if order is not None:
-            order.check(layout)
+        if self.row_order is not None:
+            self.row_order.check(RowOrder.of(layout), layout.fed.shape)
         compare_fed(layout.fed_token_ids(token_ids), self.fed_token_ids.cpu().numpy(), layout)
 
 

@@ -356,22 +356,26 @@ class RowOrder:
     order: Literal["batch", "sequence"] = "batch"
     sequence_shard: tuple[int, int] | None = None
 
-    def check(self, layout: TokenLayout) -> None:
-        """Raise unless the layout flattens in the same way."""
-        if layout.order != self.order and 1 not in layout.fed.shape:
+    @classmethod
+    def of(cls, layout: TokenLayout) -> RowOrder:
+        return cls(layout.order, layout.sequence_shard or (0, 1))
+
+    def check(self, other: RowOrder, fed: Sequence[int]) -> None:
+        """Raise unless rows in the other order are those of this one, for ids fed in the shape (B, W)."""
+        if other.order != self.order and 1 not in fed:
             raise AlignmentError(
-                "the model flattens its tokens in another order than the layout",
+                "the model flattens its tokens in another order than the routes",
                 expected=f"{self.order}-major",
-                found=f"{layout.order}-major",
+                found=f"{other.order}-major",
                 remedy="End the layout with .sequence_major() for Megatron-Core, and leave it out for Transformers",
             )
-        shard = layout.sequence_shard or (0, 1)
-        if self.sequence_shard not in (None, shard):
+        if None not in (self.sequence_shard, other.sequence_shard) and self.sequence_shard != other.sequence_shard:
             raise AlignmentError(
-                "the routers of this rank see another part of the columns than the layout",
+                "the routers of this rank see another part of the columns than the routes",
                 expected=f"sequence parallel (rank, size) {self.sequence_shard}",
-                found=shard,
-                remedy="Use layout.sequence_parallel(tensor parallel rank, size) where sequence_parallel is on",
+                found=other.sequence_shard,
+                remedy="Use layout.sequence_parallel(tensor parallel rank, size) where sequence_parallel is on, and "
+                "replay a recording on the rank that made it",
             )
 
 

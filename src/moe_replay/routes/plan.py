@@ -73,10 +73,9 @@ class DispatchPlan:
     def of(cls, routes: RouteBatch, num_experts: Mapping[int, int]) -> DispatchPlan | None:
         """Return the plan of layers with these numbers of experts, on the device of the routes; no device sync.
 
-        None where a row of any layer has neither a route nor a stand-in: where it goes is known only when its router
-        has run.
+        None where a row of any layer has no route: where it goes is known only when its router has run.
         """
-        if not num_experts or not routes.num_rows or not (all(routes.all_valid) or routes.stand_ins):
+        if not num_experts or not routes.num_rows or not all(routes.all_valid):
             return None
         layers = tuple(sorted(num_experts))
         most = max(num_experts.values())
@@ -122,6 +121,9 @@ class DispatchPlan:
             )
         if self.version != version_of(routes.routed_experts):
             raise _not_of_these_routes("changed since", f"version {self.version}", version_of(routes.routed_experts))
+        if not all(routes.all_valid):
+            lacking = [layer for layer, whole in zip(routes.layers, routes.all_valid, strict=True) if not whole]
+            raise _not_of_these_routes("rows without a route", "none", f"some in layers {lacking}")
 
 
 def _not_of_these_routes(difference: str, expected: object, found: object) -> AlignmentError:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import moe_replay as mr
+from moe_replay.routes.layout import RowOrder
 from tests.distributed.megatron_models import routers
 from tests.replay.adapters.megatron_routers import LAYERS, as_traces, build, call, layout_of, routed, watched
 
@@ -171,6 +172,17 @@ def test_sequence_shards_that_the_model_does_not_make_are_refused():
         replay.replay(batch),
     ):
         call(model, ids)
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [(RowOrder("batch"), "found batch-major"), (RowOrder("sequence", (1, 2)), r"found \(1, 2\)")],
+)
+def test_a_recording_of_other_rows_is_refused(rows, text):
+    """Of a Transformers model, or of another rank: the same ids are fed to it."""
+    model, replay, inputs, routes = routed()
+    with pytest.raises(mr.AlignmentError, match=text), replay.replay(dataclasses.replace(routes[0], row_order=rows)):
+        call(model, inputs[0])
 
 
 @pytest.mark.parametrize(
