@@ -205,14 +205,13 @@ class SglangClient(HttpClient):
         """
         alone = request | {"sampling_params": request["sampling_params"] | {"n": 1}}
         with reading_answer(self.url):
-            for _ in range(RETRACTIONS):
+            for attempt in range(RETRACTIONS + 1):
+                if attempt:
+                    response = await self._generate(alone)
+                    response = response[0] if isinstance(response, list) else response
                 aborted = response["meta_info"]["finish_reason"]["type"] == "abort"  # it is resumed from its prompt
                 if aborted or not was_retracted(response):
                     return response
-                response = await self._generate(alone)
-                response = response[0] if isinstance(response, list) else response
-            if not was_retracted(response):
-                return response
         raise EngineError(
             f"{self._state.engine} retracted a request again and again: its routes are not those of its log-probs",
             found=f"{RETRACTIONS + 1} attempts",
