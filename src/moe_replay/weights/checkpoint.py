@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum, auto
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -162,11 +163,18 @@ def packed(weights: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES
 # ---- one update for several servers ----------------------------------------------------------------------------------
 
 
+class _End(Enum):
+    """End of the chunks."""
+
+    COMPLETE = auto()
+    BROKEN_OFF = auto()
+
+
 class _ChunkQueue:
     """Chunks in flight to one server. One waits at most, so that a slow server slows the producer."""
 
     def __init__(self) -> None:
-        self._chunks: queue.Queue[WeightChunk | None] = queue.Queue(maxsize=1)
+        self._chunks: queue.Queue[WeightChunk | _End] = queue.Queue(maxsize=1)
         self._update_ended = threading.Event()
 
     def run(self, update: Callable[[T, ChunkStream], None], engine: T) -> int:
@@ -174,15 +182,21 @@ class _ChunkQueue:
 
         The producer is unblocked whether that succeeds or fails.
         """
-        stream = ChunkStream(iter(self._chunks.get, None))
+        stream = ChunkStream(self._read())
         try:
             update(engine, stream)
             return stream.nbytes
         finally:
             self._update_ended.set()
 
-    def put(self, chunk: WeightChunk | None) -> None:
-        """Queue a chunk, or None as the end; dropped once the server's update has ended."""
+    def _read(self) -> Iterator[WeightChunk]:
+        while not isinstance(chunk := self._chunks.get(), _End):
+            yield chunk
+        if chunk is _End.BROKEN_OFF:
+            raise EngineError("an update of the weights broke off: not all of them could be read")
+
+    def put(self, chunk: WeightChunk | _End) -> None:
+        """Queue a chunk, or the end; dropped once the server's update has ended."""
         while not self._update_ended.is_set():
             try:
                 self._chunks.put(chunk, timeout=0.1)
@@ -203,13 +217,15 @@ def send_chunks(
         calls = [
             threads.submit(chunk_queue.run, update, engine) for chunk_queue, engine in zip(queues, engines, strict=True)
         ]
+        end = _End.BROKEN_OFF
         try:
             for chunk in chunks_of(tensors):
                 for chunk_queue in queues:
                     chunk_queue.put(chunk)
+            end = _End.COMPLETE
         finally:
             for chunk_queue in queues:
-                chunk_queue.put(None)
+                chunk_queue.put(end)
     return calls
 
 
