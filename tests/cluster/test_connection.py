@@ -41,5 +41,8 @@ def test_a_node_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", time_out)
-    with pytest.raises(NoClusterError, match="node timed out during startup"), joined(None, "run"):
+    with (
+        pytest.raises(NoClusterError, match="local Ray cluster did not start: The current node timed"),
+        joined(None, "run"),
+    ):
         pass

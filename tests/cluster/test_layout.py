@@ -122,7 +122,12 @@ def engine_group(**cluster: Any) -> tuple[EngineGroup, list[str]]:
     """A group whose engines count as ready, though none was started; and its log lines."""
     layout, lines = plan_resources(config(**cluster), GPUS), []
     group = EngineGroup(
-        layout, 1, ("token", "folder", {}), "{}.log".format, lambda index: EnginePlacement(f"bundles of {index}", 0, {}), lines.append
+        layout,
+        1,
+        ("token", "folder", {}),
+        "{}.log".format,
+        lambda index: EnginePlacement(f"bundles of {index}", 0, {}),
+        lines.append,
     )
     group.reserve(layout.engines)
     for slot in group._slots:
@@ -170,7 +175,7 @@ def test_lost_ranks_are_no_success() -> None:
     """Not even where nothing is started again, since engines have failed."""
     with pytest.raises(ClusterError, match=r"rank 0 was lost \(killed\); not restarting the trainer: found no engine"):
         _status({0: Lost("killed"), 1: Outcome(ExitStatus.OK)}, "no engine left")
-    with pytest.raises(ClusterError, match="^rank 0: no engine left$"):
+    with pytest.raises(ClusterError, match=r"^rank 0: no engine left$"):
         _status({0: Outcome(ExitStatus.FAILED, "no engine left", is_engine_error=True), 1: Lost("killed")}, "no engine")
 
 

@@ -81,7 +81,14 @@ class RayRun:
         ).remote(config.cluster.engines or 0, token, not self._layout.colocated, self._layout.engine)
         self._trainer_bundles: Any = None  # placement group of the trainer
         self._placements: list[RankPlacement] = []
-        self._engines = self._engine_group(token)
+        self._engines = EngineGroup(
+            self._layout,
+            config.cluster.max_restarts,
+            (token, os.getcwd(), self._environment),
+            lambda index: str(self._logs / f"engine-{index}.log"),
+            self._place_engine,
+            self._log,
+        )
         self._published = EngineList()
         self._abandoned = ""  # why the driver ended the ranks, if it did
         self._interrupts = self._forwarded_interrupts = 0
@@ -257,16 +264,6 @@ class RayRun:
             self._engines.reset()
             self._publish()
         remove_placement_group(self._trainer_bundles)
-
-    def _engine_group(self, token: str) -> EngineGroup:
-        return EngineGroup(
-            self._layout,
-            self._config.cluster.max_restarts,
-            (token, os.getcwd(), self._environment),
-            lambda index: str(self._logs / f"engine-{index}.log"),
-            self._place_engine,
-            self._log,
-        )
 
     def _place_engine(self, index: int) -> EnginePlacement:
         """Reserve a bundle for an engine; a colocated engine uses the bundle of its trainer node."""

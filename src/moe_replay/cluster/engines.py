@@ -166,7 +166,8 @@ class EngineGroup:
         self._request = request
         if desired != self._desired:
             self._desired, self._given_up = desired, 0
-        desired = self.layout.engines if self.layout.colocated else desired - self._given_up  # fixed by trainer nodes
+        desired = self.layout.engines if self.layout.colocated else desired  # fixed by the trainer nodes
+        desired -= self._given_up
         while len(self._slots) < desired:
             self._add()
             if self._was_ready:
@@ -186,7 +187,7 @@ class EngineGroup:
         """Kill and forget all engines, before the trainer whose nodes they run on is placed again."""
         for slot in self._slots:
             self._kill(slot)
-        self._slots, self._was_ready, self._next_index, self.lost = [], False, 0, ""
+        self._slots, self._was_ready, self._next_index, self._given_up, self.lost = [], False, 0, 0, ""
 
     def close(self) -> None:
         """Shut all engines down; those that do not exit in time are killed."""
