@@ -59,7 +59,8 @@ def import_ray() -> Any:
 
 def configured_address(address: str | None) -> str | None:
     """Return the address of the cluster that a run would join; None: it would start a local one."""
-    return address or os.environ.get("RAY_ADDRESS") or None
+    found = address or os.environ.get("RAY_ADDRESS")
+    return None if found == LOCAL else found or None
 
 
 def _check_listens(address: str) -> None:

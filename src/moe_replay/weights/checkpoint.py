@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,22 +53,14 @@ def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
     """Yield each chunk as a file in memory for the processes of this machine, deleted when the next one is requested.
 
-    On Linux the file has no name in any folder: it is gone with this process, however that ends, and /dev/shm, which
-    containers keep small, is not used. A reader that still has the last one mapped is not disturbed.
+    It has no name in any folder: it is gone with this process, however that ends, and /dev/shm, which containers keep
+    small, is not used. A reader that still has the last one mapped is not disturbed.
     """
-    if sys.platform == "linux":
-        for number, chunk in enumerate(chunks):
-            with os.fdopen(os.memfd_create(f"moe-replay weights {number}"), "wb") as memory:
-                memory.write(chunk)
-                memory.flush()
-                yield Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
-        return
-    with owned_folder() as folder:
-        for number, chunk in enumerate(chunks):
-            file = Path(folder, f"{number}.safetensors")
-            file.write_bytes(chunk)
-            yield file
-            file.unlink()
+    for number, chunk in enumerate(chunks):
+        with os.fdopen(os.memfd_create(f"moe-replay weights {number}"), "wb") as memory:
+            memory.write(chunk)
+            memory.flush()
+            yield Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
 
 
 @contextmanager
