@@ -143,7 +143,7 @@ def test_an_update_whose_source_fails_is_not_completed(serialised: list[int]) ->
         pool = pool_of(stack, [engine])
         with pytest.raises(RuntimeError, match="out of memory"):
             pool.update_weights(failing(), 3, weights_id="a")
-    assert (engine.weights, engine.weights_id) == ({}, "")
+    assert (engine.updates, engine.weights, engine.weights_id) == (1, {}, "")
 
 
 def test_a_slow_engine_slows_the_reading(serialised: list[int]) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from moe_replay.errors import EngineError
 from moe_replay.utils.processes import owned_folder
 from moe_replay.weights.source import Group, Tensors
+from moe_replay.weights.transfer import TransferError
 
 CHUNK_BYTES = 64 * 2**20
 FILE_BYTES = 2**30
@@ -184,7 +185,7 @@ class _ChunkQueue:
         while not isinstance(chunk := self._chunks.get(), _End):
             yield chunk
         if chunk is _End.BROKEN_OFF:
-            raise EngineError("an update of the weights broke off: not all of them could be read")
+            raise TransferError("an update of the weights broke off: not all of them could be read")
 
     def put(self, chunk: WeightChunk | _End) -> None:
         """Queue a chunk, or the end; dropped once the server's update has ended."""
