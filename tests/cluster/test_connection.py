@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moe_replay.cluster.capacity import nodes_of
 from moe_replay.cluster.connection import NoClusterError, join, join_or_start
 from tests.train.runs import tiny_config
 
@@ -35,11 +36,25 @@ def test_a_dead_address_is_an_error_before_ray_waits_for_it(
         pass
 
 
+@pytest.mark.parametrize("given", ["setting", "variable"])
+def test_ray_s_own_name_for_a_new_cluster_joins_none(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """A look at the nodes of the cluster would start one, with fewer CPUs than the run starts it with."""
+    monkeypatch.setenv("RAY_ADDRESS", "local" if given == "variable" else "")
+    monkeypatch.setattr(ray, "init", lambda *_, **__: pytest.fail("starts a cluster"))
+    address = "local" if given == "setting" else None
+    cluster = {"launcher": "ray", "address": address, "ranks_per_node": 999}
+    (machine,) = nodes_of(tiny_config(Path("m"), Path("p"), Path("o"), cluster=cluster))
+    assert machine.total.cpus >= 999
+
+
 def test_a_node_that_is_slow_to_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def time_out(*_: Any, **__: Any) -> None:
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", time_out)
-    with pytest.raises(NoClusterError, match="node timed out during startup"), joined(None, "run"):
+    with (
+        pytest.raises(NoClusterError, match="local Ray cluster did not start: The current node timed"),
+        joined(None, "run"),
+    ):
         pass

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from moe_replay.cluster.driver import ClusterError, _status
 from moe_replay.cluster.engines import EngineGroup, EnginePlacement
 from moe_replay.cluster.layout import RankPlacement, engine_devices, is_possible, plan_resources, rank_environments
+from moe_replay.cluster.ranks import Lost, Outcome
 from moe_replay.cluster.state_actor import EngineList, EngineRequest, RunState
-from moe_replay.errors import LayoutError
+from moe_replay.errors import ExitStatus, LayoutError
 from moe_replay.train.config.train_config import TrainConfig
 
 GPUS = {"CPU": 64.0, "GPU": 16.0}
@@ -119,7 +122,12 @@ def engine_group(**cluster: Any) -> tuple[EngineGroup, list[str]]:
     """A group whose engines count as ready, though none was started; and its log lines."""
     layout, lines = plan_resources(config(**cluster), GPUS), []
     group = EngineGroup(
-        layout, 1, ("token", "folder", {}), "{}.log".format, lambda index: EnginePlacement(None, 0, {}), lines.append
+        layout,
+        1,
+        ("token", "folder", {}),
+        "{}.log".format,
+        lambda index: EnginePlacement(f"bundles of {index}", 0, {}),
+        lines.append,
     )
     group.reserve(layout.engines)
     for slot in group._slots:
@@ -128,7 +136,15 @@ def engine_group(**cluster: Any) -> tuple[EngineGroup, list[str]]:
     return group, lines
 
 
-def test_engines_are_started_again_until_they_are_given_up() -> None:
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Placement groups that were removed."""
+    groups: list[Any] = []
+    monkeypatch.setattr(pytest.importorskip("ray").util, "remove_placement_group", groups.append)
+    return groups
+
+
+def test_engines_are_started_again_until_they_are_given_up(freed: list[Any]) -> None:
     group, lines = engine_group(engines=2)
     first, second = group._slots
     for slot in (first, second, first, second):
@@ -137,6 +153,30 @@ def test_engines_are_started_again_until_they_are_given_up() -> None:
     assert lines[2] == "engine 0 exited with status -9; giving up after 1 restarts; log: 0.log"
     assert group.error == "no engine left; engine 1 exited with status -9; log: 1.log"
     assert not group.lost
+    assert freed == ["bundles of 0", "bundles of 1"]
+
+
+def test_an_engine_that_was_given_up_is_not_replaced_until_the_run_is_scaled(freed: list[Any]) -> None:
+    group, lines = engine_group(engines=2)
+    for _ in range(2):
+        group._ended(group._slots[0], "exited with status -9")
+    group._slots[0].not_before = math.inf  # nothing is started here
+    group.reconcile(EngineRequest("vllm", {}), 2)
+    assert [slot.index for slot in group._slots] == [1]
+    assert group.reserve(2) == ["bundles of 1"], "the trainer starts again with the engines that are left"
+    started: list[int] = []
+    group._start = lambda slot: started.append(slot.index)  # type: ignore[method-assign]
+    group.reconcile(EngineRequest("vllm", {}), 3)
+    assert started == [2, 3]
+    assert lines[-2:] == ["engine 2 joins: 2 of 3 engines", "engine 3 joins: 3 of 3 engines"]
+
+
+def test_lost_ranks_are_no_success() -> None:
+    """Not even where nothing is started again, since engines have failed."""
+    with pytest.raises(ClusterError, match=r"rank 0 was lost \(killed\); not restarting the trainer: found no engine"):
+        _status({0: Lost("killed"), 1: Outcome(ExitStatus.OK)}, "no engine left")
+    with pytest.raises(ClusterError, match=r"^rank 0: no engine left$"):
+        _status({0: Outcome(ExitStatus.FAILED, "no engine left", is_engine_error=True), 1: Lost("killed")}, "no engine")
 
 
 def test_colocated_engines_are_not_restarted_alone() -> None:

@@ -51,13 +51,15 @@ def sampler(url: str) -> VllmServeClient:
 
 
 @contextmanager
-def answering(answer: dict[str, Any]) -> Iterator[VllmServeClient]:
+def answering(answer: dict[str, Any], requests: list[Any] | None = None) -> Iterator[VllmServeClient]:
     pytest.importorskip("starlette", reason="the stand-in for the server needs starlette, which comes with vLLM")
     from starlette.applications import Starlette
     from starlette.responses import JSONResponse
     from starlette.routing import Route
 
     async def completions(request: Any) -> Any:
+        if requests is not None:
+            requests.append(await request.json())
         return JSONResponse({"choices": [answer]})
 
     app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
@@ -74,6 +76,15 @@ def test_a_choice_becomes_a_sample() -> None:
     assert sample.trace.valid.all(axis=1).tolist() == [True, True, True, False]
     assert sample.logprobs.tolist() == [-1.5, -0.5]
     assert sample.weight_version == 4
+
+
+def test_defaults_of_the_server_do_not_change_the_sampling_and_prompts_have_seeds_of_their_own() -> None:
+    """vLLM takes what a request leaves out from the model's generation_config.json."""
+    requests: list[Any] = []
+    with answering(choice(prompt_token_ids=None), requests) as client:
+        client.generate([[5, 6], [6, 5]], SamplingParams(seed=3))
+    assert all(request.items() >= {"min_p": 0.0, "repetition_penalty": 1.0, "top_k": 0}.items() for request in requests)
+    assert len({request["seed"] for request in requests}) == 2
 
 
 @pytest.mark.parametrize(

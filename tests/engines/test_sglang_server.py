@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -398,6 +399,29 @@ def test_a_retracted_sample_that_was_aborted_starts_from_its_prompt() -> None:
         ((sample,),) = client.generate([prompt], params)
         assert (sample.finish_reason, len(sample.completion_ids)) == (FinishReason.ABORT, 0)
         assert server.paths.count("/generate") == 1
+
+
+def test_a_retracted_sample_without_routes_is_kept() -> None:
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub() as (server, client):
+        server.always = "length"
+        server.answer_of("length")["meta_info"]["num_retractions"] = 2
+        ((sample,),) = client.generate([prompt], dataclasses.replace(params, routes=False))
+        assert server.paths.count("/generate") == 1
+    assert sample.finish_reason is FinishReason.LENGTH
+
+
+def test_a_sample_that_is_aborted_when_it_is_drawn_for_the_last_time_is_no_error() -> None:
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub() as (server, client):
+        retracted = copy.deepcopy(server.answer_of("length"))
+        retracted["meta_info"]["num_retractions"] = 1
+        aborted = copy.deepcopy(retracted)
+        aborted["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort"}
+        answers = [retracted] * 3 + [aborted]
+        server.generate = lambda request: answers.pop(0)  # type: ignore[method-assign]
+        ((sample,),) = client.generate([prompt], params)
+    assert (sample.finish_reason, len(sample.completion_ids)) == (FinishReason.ABORT, 0)
 
 
 # ---- log-probs and seeds ----------------------------------------------------------------------------------------

@@ -178,6 +178,8 @@ def test_an_update_that_fails_leaves_an_engine_that_refuses() -> None:
         engine.update_weights(iter(everything[:-1]), version=1)
     with pytest.raises(EngineError, match="did not succeed"):
         engine.generate([[1]], SamplingParams())
+    with pytest.raises(EngineError, match="did not succeed"):
+        engine.prompt_logprobs([1, 2, 3])
     with pytest.raises(EngineError, match="no such parameter"):
         engine.update_weights(iter([("model.layers.0.nothing", torch.zeros(1))]), version=1)
     with pytest.raises(EngineError, match="wrong shape"):

@@ -131,6 +131,21 @@ def test_a_server_that_fails_does_not_stop_the_others(serialised: list[int]) -> 
     assert len(serialised) == 8
 
 
+def test_an_update_whose_source_fails_is_not_completed(serialised: list[int]) -> None:
+    """A server that does not notice missing weights would go on with some of the new ones."""
+
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield from tensors().items()
+        raise RuntimeError("out of memory")
+
+    engine = Receiver()
+    with ExitStack() as stack:
+        pool = pool_of(stack, [engine])
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pool.update_weights(failing(), 3, weights_id="a")
+    assert (engine.updates, engine.weights, engine.weights_id) == (1, {}, "")
+
+
 def test_a_slow_engine_slows_the_reading(serialised: list[int]) -> None:
     started, go_on = threading.Event(), threading.Event()
 

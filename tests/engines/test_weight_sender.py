@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import socket
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_replay.distributed.network import address_seen_by, free_port
 from moe_replay.errors import MoeReplayError
 from moe_replay.weights.sender import DividedSender, HandOver, Rendezvous, WeightSender
 from moe_replay.weights.source import Group, HandedGroup
@@ -179,6 +181,23 @@ def test_who_has_no_token_neither_joins_nor_ends_a_transfer(devices: threading.l
     for worker in workers:
         assert all(torch.equal(worker.result()[name], tensor) for name, tensor in weights(0).items())
     assert first.result() > 0
+
+
+@pytest.mark.parametrize("listen", [TransferStore.listen, TransferStore.listen_by_torch])
+def test_engines_that_are_reached_by_ipv6(listen: Callable[[str, float], TransferStore]) -> None:
+    try:
+        store = listen(address_seen_by("http://[::1]:8000"), 60)
+        port = free_port("::1")
+    except OSError as missing:
+        if missing.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.ENETUNREACH):
+            raise
+        pytest.skip("this machine has no IPv6")
+    other = store.connect_again()
+    store.put("go", "go")
+    assert store.get("go") == "go"
+    assert port != store.port
+    del other
+    store.close()
 
 
 def test_nobody_waits_for_a_worker_that_died_before_it_connected() -> None:

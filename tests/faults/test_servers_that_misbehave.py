@@ -269,6 +269,31 @@ def test_a_quarantined_server_is_used_again_after_new_weights(servers: Servers) 
         assert len(pool.generate(PROMPTS, PARAMS)) == 3
 
 
+def test_a_quarantined_server_stays_out_when_it_sleeps_and_wakes(servers: Servers) -> None:
+    servers.lying.change = SAMPLES["nan"][0]
+    with servers.pool() as pool:
+        pool.generate(PROMPTS, PARAMS)
+        assert pool._members[0].is_quarantined
+        for command in (pool.sleep, pool.wake, pool.abort):
+            command()
+            assert [member.is_quarantined for member in pool._members] == [True, False]
+
+
+def test_a_server_that_is_quarantined_while_its_health_is_checked_stays_out(servers: Servers) -> None:
+    """Another request is still on it, and gets its answer during the check."""
+    with servers.pool() as pool:
+        member = pool._members[0]
+
+        def healthy() -> bool:
+            member.refuse(EngineAnswerError("a bad answer"))
+            return True
+
+        member.engine.healthy = healthy  # type: ignore[method-assign]
+        member.take_out(EngineUnavailableError("it is busy"), 0.0)
+        pool.generate(PROMPTS, PARAMS)
+        assert member.is_quarantined
+
+
 def test_a_request_that_every_server_refuses_quarantines_none(servers: Servers) -> None:
     with servers.pool() as pool:
         with pytest.raises(EngineError, match=r"every server refused a request.*is empty or as long as"):

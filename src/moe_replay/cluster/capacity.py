@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from moe_replay.cluster.connection import configured_address, import_ray, join
@@ -136,12 +136,11 @@ def check_capacity(nodes: Sequence[Node], demand: Demand) -> str:
 
     Every trainer node is a separate machine; engines go wherever they fit.
     """
-    missing = list(_missing(nodes, demand))
-    required = _required(demand)
+    missing, required = _missing(nodes, demand), _required(demand)
     if not missing:
         return f"{required} on {counted(len(nodes), 'node')}"
     raise CapacityError(
-        f"the cluster is too small for the run: {'; '.join(missing)}",
+        f"the cluster is too small for the run: {missing}",
         expected=required,
         found=_free(nodes),
         remedy=_remedy(nodes, demand),
@@ -180,18 +179,16 @@ def _fitting(nodes: Sequence[Node], demand: Demand, part: str = "free") -> tuple
     return placed, sum(amount.fits(demand.engine) for amount in amounts) - sum(displaced[:placed])
 
 
-def _missing(nodes: Sequence[Node], demand: Demand) -> Iterable[str]:
+def _missing(nodes: Sequence[Node], demand: Demand) -> str:
+    """Return what does not fit; empty if everything does."""
     trainer_nodes, engines = _fitting(nodes, demand)
     if trainer_nodes < demand.trainer_nodes:
-        yield (
-            f"{trainer_nodes} of {counted(demand.trainer_nodes, 'trainer node')} found, "
-            f"each needs {demand.trainer} on one machine"
-        )
-    elif engines < demand.engines:
-        yield (
-            f"{engines} of {counted(demand.engines, 'engine')} fit next to the trainer, "
-            f"each needs {demand.engine} on one machine"
-        )
+        found = f"{trainer_nodes} of {counted(demand.trainer_nodes, 'trainer node')} found"
+        return f"{found}, each needs {demand.trainer} on one machine"
+    if engines < demand.engines:
+        found = f"{engines} of {counted(demand.engines, 'engine')} fit next to the trainer"
+        return f"{found}, each needs {demand.engine} on one machine"
+    return ""
 
 
 def _remedy(nodes: Sequence[Node], demand: Demand) -> str:

@@ -59,7 +59,8 @@ def import_ray() -> Any:
 
 def configured_address(address: str | None) -> str | None:
     """Return the address of the cluster that a run would join; None: it would start a local one."""
-    return address or os.environ.get("RAY_ADDRESS") or None
+    found = address or os.environ.get("RAY_ADDRESS")
+    return None if found == LOCAL else found or None
 
 
 def _check_listens(address: str) -> None:
@@ -79,26 +80,13 @@ def join_or_start(config: TrainConfig) -> Iterator[Connection]:
         yield Connection(ray.get_runtime_context().gcs_address, "", False)
         return
     address = configured_address(config.cluster.address) or LOCAL
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"namespace": NAMESPACE}
     if address == LOCAL:  # one machine may share its cores among more ranks and engines than it has cores
         options["num_cpus"] = max(os.cpu_count() or 1, int(plan_resources(config, {}).cpus))
-    try:
-        _check_listens(address)
-        context: Any = ray.init(
-            address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options
-        )
-    except Exception as error:  # of no other type where a node does not start in time
-        raise NoClusterError(
-            f"cannot join the Ray cluster: {one_line(error)}",
-            found=f"cluster.address = {address!r}",
-            remedy="Check that it is up with `ray status` on its head node; omit the address to start a new one",
-        ) from error
-    try:
-        info = context.address_info
+    remedy = "Check that it is up with `ray status` on its head node; omit cluster.address to start a new one"
+    with _connected(ray, address, remedy, **options) as info:
         dashboard = info.get("webui_url") or ""
         yield Connection(info["gcs_address"], f"http://{dashboard}" if dashboard else "", address == LOCAL)
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
@@ -109,17 +97,30 @@ def join(address: str | None) -> Iterator[Any]:
         yield ray
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = configured_address(address) or "auto"
+    remedy = (
+        "Run this on a node of the cluster (`ray start --address HEAD:6379` adds this machine), or on its head with "
+        "`ray job submit`"
+    )
+    with _connected(ray, configured_address(address) or "auto", remedy):
+        yield ray
+
+
+@contextmanager
+def _connected(ray: Any, address: str, remedy: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Be connected to a cluster inside this context; yields Ray's description of it.
+
+    remedy   if the cluster cannot be reached
+    """
     try:
         _check_listens(address)
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True)
-    except Exception as error:
-        raise NoClusterError(
-            f"cannot reach the Ray cluster at {address}: {one_line(error)}",
-            remedy="Run this on a node of the cluster (`ray start --address HEAD:6379` adds this machine), or on its "
-            "head with `ray job submit`",
-        ) from error
+        context = ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # of no other type where a node does not start in time
+        if address == LOCAL:
+            problem, remedy = "a local Ray cluster did not start", "Its logs are in /tmp/ray/session_latest/logs"
+        else:
+            problem = f"cannot reach the Ray cluster at {address}"
+        raise NoClusterError(f"{problem}: {one_line(error)}", remedy=remedy) from error
     try:
-        yield ray
+        yield context.address_info
     finally:
         ray.shutdown()

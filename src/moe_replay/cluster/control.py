@@ -52,12 +52,18 @@ class RunControl:
         names = run_names()
         if name is None and len(names) == 1:
             name = names[0]
+        if not names:
+            raise NoRunError(
+                "the cluster has no run",
+                expected="a run with cluster.launcher = ray",
+                found=name,
+                remedy="Runs under torchrun use the servers in rollout.urls",
+            )
         if name not in names:
             raise NoRunError(
-                "the cluster has no run with this name" if name else "ambiguous: --run is needed",
-                expected=f"--run and one of {', '.join(names)}" if names else "a run with cluster.launcher = ray",
-                found=name if name else f"{len(names)} runs",
-                remedy=None if names else "Runs under torchrun use the servers in rollout.urls",
+                "the cluster has no run with this name" if name else "the cluster has several runs",
+                expected=f"--run and one of {', '.join(names)}",
+                found=name or f"{len(names)} runs",
             )
         self._name = name
         self._state = ray.get_actor(actor_name(name), namespace=NAMESPACE)

@@ -81,7 +81,14 @@ class RayRun:
         ).remote(config.cluster.engines or 0, token, not self._layout.colocated, self._layout.engine)
         self._trainer_bundles: Any = None  # placement group of the trainer
         self._placements: list[RankPlacement] = []
-        self._engines = self._engine_group(token)
+        self._engines = EngineGroup(
+            self._layout,
+            config.cluster.max_restarts,
+            (token, os.getcwd(), self._environment),
+            lambda index: str(self._logs / f"engine-{index}.log"),
+            self._place_engine,
+            self._log,
+        )
         self._published = EngineList()
         self._abandoned = ""  # why the driver ended the ranks, if it did
         self._interrupts = self._forwarded_interrupts = 0
@@ -107,9 +114,9 @@ class RayRun:
         try:
             for restarts in range(max_restarts + 1):
                 outcomes = self._train_once(restarts)
-                lost = None if self._engines.error else self._abandoned or _lost(outcomes)
-                if lost is None:
-                    return _status(outcomes)
+                lost = self._abandoned or _lost(outcomes)
+                if lost is None or self._engines.error:
+                    return _status(outcomes, self._engines.error)
                 if restarts == max_restarts or self._interrupts:
                     break
                 self._log(f"{lost}; restarting all ranks from the newest checkpoint ({restarts + 1} of {max_restarts})")
@@ -240,11 +247,12 @@ class RayRun:
 
         if self._layout.colocated:
             return
-        for group in self._engines.reserve(self._layout.engines):
+        groups = self._engines.reserve(self._layout.engines)
+        for group in groups:
             if not group.wait(timeout_seconds=timeout_s):
                 raise ClusterError(
                     f"no resources for the engines became free within {timeout_s:g} s (cluster.node_timeout_s)",
-                    expected=f"{self._layout.engines} times {_resources(self._layout.engine)} next to the trainer",
+                    expected=f"{len(groups)} times {_resources(self._layout.engine)} next to the trainer",
                     found=_resources(ray.available_resources()),
                     remedy="Add machines, lower cluster.engines, or set cluster.placement = colocated",
                 )
@@ -256,16 +264,6 @@ class RayRun:
             self._engines.reset()
             self._publish()
         remove_placement_group(self._trainer_bundles)
-
-    def _engine_group(self, token: str) -> EngineGroup:
-        return EngineGroup(
-            self._layout,
-            self._config.cluster.max_restarts,
-            (token, os.getcwd(), self._environment),
-            lambda index: str(self._logs / f"engine-{index}.log"),
-            self._place_engine,
-            self._log,
-        )
 
     def _place_engine(self, index: int) -> EnginePlacement:
         """Reserve a bundle for an engine; a colocated engine uses the bundle of its trainer node."""
@@ -321,13 +319,18 @@ def _lost(outcomes: Mapping[int, Outcome | Lost]) -> str | None:
     return f"{ranks} {'were' if len(causes) > 1 else 'was'} lost ({causes[min(causes)]})"
 
 
-def _status(outcomes: Mapping[int, Outcome | Lost]) -> int:
-    """Return the run's exit status; raise the first primary error."""
+def _status(outcomes: Mapping[int, Outcome | Lost], engine_error: str = "") -> int:
+    """Return the run's exit status; raise the first primary error.
+
+    engine_error   why the driver starts no more engines: then lost ranks are not restarted either
+    """
     failed = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Outcome) and outcome.error}
     if failed:
         rank = min(failed, key=lambda rank: (failed[rank].is_secondary, rank))
         outcome = failed[rank]
         is_common = len(outcomes) == 1 or outcome.on_all_ranks
         raise ClusterError(outcome.error if is_common else f"rank {rank}: {outcome.error}", status=outcome.status)
+    if lost := _lost(outcomes):
+        raise ClusterError(f"{lost}; not restarting the trainer", found=engine_error or None)
     statuses = {outcome.status for outcome in outcomes.values() if isinstance(outcome, Outcome)}
     return ExitStatus.INTERRUPTED if ExitStatus.INTERRUPTED in statuses else max(statuses, default=0)

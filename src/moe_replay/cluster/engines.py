@@ -141,6 +141,7 @@ class EngineGroup:
         self._request: EngineRequest | None = None
         self._was_ready = False
         self._next_index = 0
+        self._desired, self._given_up = layout.engines, 0  # engines given up since the number was set
         self._leaving: dict[Any, tuple[_Slot, float]] = {}
         self.error = self.lost = ""
 
@@ -150,8 +151,11 @@ class EngineGroup:
         return EngineList(urls, sum(not slot.url for slot in self._slots), self.error)
 
     def reserve(self, count: int) -> list[Any]:
-        """Reserve resources for the first engines; returns the placement groups to wait for."""
-        while len(self._slots) < count:
+        """Reserve resources for the first engines; returns the placement groups to wait for.
+
+        Before the trainer starts again: those of the engines that there are by now, more or fewer.
+        """
+        for _ in range(0 if self._next_index else count):
             self._add()
         return [slot.placement.group for slot in self._slots]
 
@@ -160,7 +164,10 @@ class EngineGroup:
         if request is None or self.error or self.lost:
             return
         self._request = request
+        if desired != self._desired:
+            self._desired, self._given_up = desired, 0
         desired = self.layout.engines if self.layout.colocated else desired  # fixed by the trainer nodes
+        desired -= self._given_up
         while len(self._slots) < desired:
             self._add()
             if self._was_ready:
@@ -180,7 +187,7 @@ class EngineGroup:
         """Kill and forget all engines, before the trainer whose nodes they run on is placed again."""
         for slot in self._slots:
             self._kill(slot)
-        self._slots, self._was_ready, self._next_index, self.lost = [], False, 0, ""
+        self._slots, self._was_ready, self._next_index, self._given_up, self.lost = [], False, 0, 0, ""
 
     def close(self) -> None:
         """Shut all engines down; those that do not exit in time are killed."""
@@ -257,6 +264,8 @@ class EngineGroup:
             self._log(f"engine {slot.index} {reason}; restarting ({slot.restarts} of {self._max_restarts})")
         else:
             self._slots.remove(slot)
+            self._free(slot)
+            self._given_up += 1
             self._log(f"engine {slot.index} {reason}; giving up after {self._max_restarts} restarts{log}")
             if not self._slots:
                 self.error = f"no engine left; engine {slot.index} {reason}{log}"

@@ -45,11 +45,20 @@ def address_seen_by(url: str) -> str:
     return LOOPBACK if host is None else address_towards(host)
 
 
+def open_listener(address: str) -> socket.socket:
+    """Listen on a free port of an address of this machine, of IPv4 or IPv6."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
+
+
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
 def free_port(address: str) -> int:
     """Return a port of an address of this machine that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return int(listener.getsockname()[1])
+    with open_listener(address) as listener:
+        return port_of(listener)
 
 
 def own_address() -> str:
@@ -95,9 +104,8 @@ def open_rank_server(machines: Sequence[str], doing: str) -> RankServer:
 
     def listen() -> tuple[str, int, str]:
         host = address_towards(elsewhere[0]) if elsewhere else LOOPBACK
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listeners.append(socket.create_server((host, 0), family=family, backlog=BACKLOG))
-        return host, listeners[0].getsockname()[1], secrets.token_hex(TOKEN_BYTES)
+        listeners.append(open_listener(host))
+        return host, port_of(listeners[0]), secrets.token_hex(TOKEN_BYTES)
 
     host, port, token = from_rank_0(listen, doing)
     return RankServer(host, port, bytes.fromhex(token), next(iter(listeners), None))

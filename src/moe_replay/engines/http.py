@@ -6,8 +6,8 @@ import asyncio
 import json as json_format
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,21 @@ import numpy as np
 
 from moe_replay.engines.base import ServedEngine
 from moe_replay.engines.event_loop import AsyncSampler
-from moe_replay.engines.requests import DIGEST_HEADER, LOWEST_LOGPROB, content_digest, first_impossible
+from moe_replay.engines.requests import (
+    DIGEST_HEADER,
+    LOWEST_LOGPROB,
+    EngineState,
+    RequestBarrier,
+    content_digest,
+    first_impossible,
+)
 from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableError, MoeReplayError
 from moe_replay.interop.capture import is_unrouted
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.misc import one_line
 from moe_replay.utils.secrets import MASK, mask_passwords
-from moe_replay.weights.identity import CurrentWeights, WeightsLedger, version_text
+from moe_replay.weights.identity import CurrentWeights, WeightsLedger, parse_version_text, version_text
 
 _RETRYABLE = (429, 502, 503, 504)
 
@@ -184,6 +191,57 @@ class HttpClient(AsyncSampler, ServedEngine):
         if not self._loop.loop.is_closed():
             self._loop.run(self._async.aclose())
         super().close()
+
+
+class ForeignClient(HttpClient):
+    """A client of another project's own server, which keeps one text as the version of its weights.
+
+    project          that the server is of, for errors
+    weight_version   of the weights that the server was started with
+    """
+
+    # vLLM before 0.32 is asked for the version of a sample after its request; a request that waits in SGLang would be
+    # sampled by weights that are not verified yet.
+    drains = True
+
+    def __init__(self, project: str, url: str, token: str | None, weight_version: int, limits: dict[str, Any]) -> None:
+        super().__init__(url, token=token, **limits)
+        self._first_version = weight_version
+        self._state = EngineState(f"{project} at {self.url}", weight_version)
+        self._ledger = WeightsLedger(self._state.engine)
+        self._barrier = RequestBarrier(self._loop.loop)
+
+    def _parse_version(self, text: str) -> CurrentWeights:
+        """Read a version text: `default` until the first update, then what the update sent."""
+        return parse_version_text(text, self._first_version, self._state.engine)
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        self._state.require_ready()
+        return self._prompt_logprobs(token_ids)
+
+    @abstractmethod
+    def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return the log-probs of `prompt_logprobs`, in the middle of an update too."""
+
+    def _command(self, path: str, content: object = None) -> None:
+        """Send a request and wait for its success; the answer may have no content."""
+        self._loop.run(self._post(path, content or {}))
+
+
+@contextmanager
+def between(post: Callable[[str, object], Any], begin: str, end: str, content: object = None) -> Iterator[None]:
+    """Post `begin` before the context and `end` after it, also where it fails: the server would refuse what follows."""
+
+    def end_after_error() -> None:
+        with suppress(EngineError):  # what went wrong before says more
+            post(end, None)
+
+    post(begin, content)
+    with ExitStack() as undo:
+        undo.callback(end_after_error)
+        yield
+        undo.pop_all()
+    post(end, None)
 
 
 def _whole(response: httpx.Response, body: bytes) -> httpx.Response:

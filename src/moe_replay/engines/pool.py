@@ -228,9 +228,9 @@ class EnginePool(AsyncSampler, Engine):
         """Put an engine back into rotation after its cooldown, if it is healthy and has the current weights."""
         if member.down_until is None or time.monotonic() < member.down_until:
             return
-        member.down_until = time.monotonic() + self._cooldown_s  # so that no other task checks it too
-        if await asyncio.to_thread(self._is_current, member.engine):
-            member.put_back()
+        member.down_until = next_check = time.monotonic() + self._cooldown_s  # so that no other task checks it too
+        if await asyncio.to_thread(self._is_current, member.engine) and member.down_until == next_check:
+            member.put_back()  # else it has failed in the meantime
 
     def _is_current(self, engine: ServedEngine) -> bool:
         with suppress(EngineError):
@@ -313,7 +313,8 @@ class EnginePool(AsyncSampler, Engine):
         """
         members = self._begin_update(version, weights_id)
         if isinstance(weights, Path):
-            self._on_all(lambda engine: engine.update_weights(weights, version, probe, weights_id), members)
+            calls = _side_by_side(lambda engine: engine.update_weights(weights, version, probe, weights_id), members)
+            self._apply_outcomes(calls, members)
             return
         self._send_tensors(
             members, weights, lambda engine, stream: engine.update_weights(stream, version, probe, weights_id)
@@ -383,18 +384,22 @@ class EnginePool(AsyncSampler, Engine):
     def unreachable(self) -> list[str]:
         return [member.engine.url for member in self._members if not member.engine.healthy()]
 
-    def _apply_outcomes(self, calls: Sequence[Future[Any]], members: Sequence[Member]) -> None:
-        """Take engines whose call failed out of rotation, put the others in; raise if none is left."""
-        failures = [call.exception() for call in calls]
-        for member, failure in zip(members, failures, strict=True):
-            if failure is None:
-                member.put_back()
-            elif isinstance(failure, EngineError):
+    def _apply_outcomes(
+        self, calls: Sequence[Future[Any]], members: Sequence[Member], *, is_update: bool = True
+    ) -> None:
+        """Take engines whose call failed out of rotation; raise if none is left. After an update, put the others in."""
+        failures: list[EngineError] = []
+        for member, call in zip(members, calls, strict=True):
+            failure = call.exception()
+            if isinstance(failure, EngineError):
+                failures.append(failure)
                 member.take_out(failure, self._cooldown_s if isinstance(failure, EngineUnavailableError) else math.inf)
-            else:
+            elif failure is not None:
                 raise failure
-        rejections = [f for f in failures if f is not None and not isinstance(f, EngineUnavailableError)]
+            elif is_update:
+                member.put_back()
         if failures and len(self._out_of_rotation()) == len(self._members):
+            rejections = [failure for failure in failures if not isinstance(failure, EngineUnavailableError)]
             if len(self._members) == 1 and rejections:
                 raise rejections[0]
             kind = EngineError if rejections else EngineUnavailableError
@@ -448,18 +453,21 @@ class EnginePool(AsyncSampler, Engine):
         """Abort running requests on every engine, for all of its clients."""
         self._on_all(lambda engine: engine.abort())
 
-    def _on_all(self, command: Callable[[ServedEngine], None], members: Sequence[Member] | None = None) -> None:
-        """Run a command on these engines side by side; None: on all."""
-        members = self._members if members is None else members
-        with ThreadPoolExecutor(len(members) or 1) as threads:
-            calls = [threads.submit(command, member.engine) for member in members]
-        self._apply_outcomes(calls, members)
+    def _on_all(self, command: Callable[[ServedEngine], None]) -> None:
+        """Run a command on every engine; one that is out of rotation stays out."""
+        members = self._members
+        self._apply_outcomes(_side_by_side(command, members), members, is_update=False)
 
     def close(self) -> None:
         """Close the connections; the servers keep running."""
         super().close()
         for engine in [*self._left, *(member.engine for member in self._members)]:
             engine.close()
+
+
+def _side_by_side(command: Callable[[ServedEngine], None], members: Sequence[Member]) -> list[Future[None]]:
+    with ThreadPoolExecutor(len(members) or 1) as threads:
+        return [threads.submit(command, member.engine) for member in members]
 
 
 def _require_equal(subject: str, facts: Mapping[str, Mapping[str, object]]) -> None:

@@ -195,6 +195,7 @@ class TransformersEngine(Engine):
         check_prompts([token_ids], self.max_length + 1)
         check_token_ids(token_ids, self.vocab_size)
         with self._lock:
+            self._state.require_ready()
             return self._prompt_logprobs(token_ids)
 
     def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:

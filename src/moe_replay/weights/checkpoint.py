@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from enum import Enum, auto
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from moe_replay.errors import EngineError
 from moe_replay.utils.processes import owned_folder
 from moe_replay.weights.source import Group, Tensors
+from moe_replay.weights.transfer import TransferError
 
 CHUNK_BYTES = 64 * 2**20
 FILE_BYTES = 2**30
@@ -53,22 +54,14 @@ def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
     """Yield each chunk as a file in memory for the processes of this machine, deleted when the next one is requested.
 
-    On Linux the file has no name in any folder: it is gone with this process, however that ends, and /dev/shm, which
-    containers keep small, is not used. A reader that still has the last one mapped is not disturbed.
+    It has no name in any folder: it is gone with this process, however that ends, and /dev/shm, which containers keep
+    small, is not used. A reader that still has the last one mapped is not disturbed.
     """
-    if sys.platform == "linux":
-        for number, chunk in enumerate(chunks):
-            with os.fdopen(os.memfd_create(f"moe-replay weights {number}"), "wb") as memory:
-                memory.write(chunk)
-                memory.flush()
-                yield Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
-        return
-    with owned_folder() as folder:
-        for number, chunk in enumerate(chunks):
-            file = Path(folder, f"{number}.safetensors")
-            file.write_bytes(chunk)
-            yield file
-            file.unlink()
+    for number, chunk in enumerate(chunks):
+        with os.fdopen(os.memfd_create(f"moe-replay weights {number}"), "wb") as memory:
+            memory.write(chunk)
+            memory.flush()
+            yield Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
 
 
 @contextmanager
@@ -162,11 +155,18 @@ def packed(weights: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES
 # ---- one update for several servers ----------------------------------------------------------------------------------
 
 
+class _End(Enum):
+    """End of the chunks."""
+
+    COMPLETE = auto()
+    BROKEN_OFF = auto()
+
+
 class _ChunkQueue:
     """Chunks in flight to one server. One waits at most, so that a slow server slows the producer."""
 
     def __init__(self) -> None:
-        self._chunks: queue.Queue[WeightChunk | None] = queue.Queue(maxsize=1)
+        self._chunks: queue.Queue[WeightChunk | _End] = queue.Queue(maxsize=1)
         self._update_ended = threading.Event()
 
     def run(self, update: Callable[[T, ChunkStream], None], engine: T) -> int:
@@ -174,15 +174,21 @@ class _ChunkQueue:
 
         The producer is unblocked whether that succeeds or fails.
         """
-        stream = ChunkStream(iter(self._chunks.get, None))
+        stream = ChunkStream(self._read())
         try:
             update(engine, stream)
             return stream.nbytes
         finally:
             self._update_ended.set()
 
-    def put(self, chunk: WeightChunk | None) -> None:
-        """Queue a chunk, or None as the end; dropped once the server's update has ended."""
+    def _read(self) -> Iterator[WeightChunk]:
+        while not isinstance(chunk := self._chunks.get(), _End):
+            yield chunk
+        if chunk is _End.BROKEN_OFF:
+            raise TransferError("an update of the weights broke off: not all of them could be read")
+
+    def put(self, chunk: WeightChunk | _End) -> None:
+        """Queue a chunk, or the end; dropped once the server's update has ended."""
         while not self._update_ended.is_set():
             try:
                 self._chunks.put(chunk, timeout=0.1)
@@ -203,13 +209,15 @@ def send_chunks(
         calls = [
             threads.submit(chunk_queue.run, update, engine) for chunk_queue, engine in zip(queues, engines, strict=True)
         ]
+        end = _End.BROKEN_OFF
         try:
             for chunk in chunks_of(tensors):
                 for chunk_queue in queues:
                     chunk_queue.put(chunk)
+            end = _End.COMPLETE
         finally:
             for chunk_queue in queues:
-                chunk_queue.put(None)
+                chunk_queue.put(end)
     return calls
 
 

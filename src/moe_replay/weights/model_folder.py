@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -272,12 +273,12 @@ def check_experts(folder: str | Path) -> None:
                 raise ModelError(
                     f"{len(missing)} tensors of experts are not in {folder}", expected=_some(missing), remedy=_COMPLETE
                 )
-            of_all = sorted(experts.values(), key=list(experts.values()).count)
+            ((usual, _),) = Counter(experts.values()).most_common(1)
             for expert, shape in experts.items():
-                if shape != of_all[-1]:
+                if shape != usual:
                     raise ModelError(
                         f"{layer}{expert}{kind} in {folder} has another shape than the other experts",
-                        expected=of_all[-1],
+                        expected=usual,
                         found=shape,
                     )
 

@@ -63,6 +63,7 @@ class WeightSender:
     ) -> None:
         self.rendezvous = rendezvous
         self.bytes_sent = 0
+        self._number = 0  # of the next chunk
         self._rank, self._device, self._groups = rank, device, groups
         self._store = store or TransferStore.connect(
             rendezvous.host, rendezvous.port, rendezvous.token, rendezvous.timeout_s
@@ -103,42 +104,45 @@ class WeightSender:
 
     def _messages(self) -> Generator[str]:
         try:
+            self._wait("ready", self.rendezvous.workers, "engines joined the transfer")
+            self._store.put("go", "go")
             yield from self._chunks()
+            yield end_message(self._number)
         except MoeReplayError as failure:
             with suppress(TransferError):
                 self._store.fail(one_line(failure))  # before engines hear of it in another way
             raise
 
-    def _chunks(self) -> Iterator[str]:
-        rendezvous, number = self.rendezvous, -1
-        self._wait("ready", rendezvous.workers, "engines joined the transfer")
-        self._store.put("go", "go")
-        if rendezvous.kind == "nccl":
-            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type, check=self._check)
-        for number, infos in enumerate(fill(self._groups, self._room, rendezvous.chunk_bytes)):
-            handles = self._packed(number)
-            buffer = self._current()
-            nbytes = sum(aligned(info.nbytes) for info in infos)
-            yield ChunkMessage(
-                number=number, nbytes=nbytes, capacity=buffer.numel(), tensors=describe(infos), handles=handles
-            ).model_dump_json(exclude_defaults=True)
-            if self._group is not None:
-                self._group.broadcast(buffer[:nbytes], self._check)
-            else:
-                self._read_by_all(number)
-            self.bytes_sent += sum(info.nbytes for info in infos)
-        yield end_message(number + 1)
-
     # ---- other ranks --------------------------------------------------------------------------------------------
 
     def assist(self) -> None:
-        """Hand over this rank's copy of each chunk while rank 0 sends the messages."""
-        for number, infos in enumerate(fill(self._groups, self._room, self.rendezvous.chunk_bytes)):
-            self._packed(number)
-            self._read_by_all(number)
-            self.bytes_sent += sum(info.nbytes for info in infos)
+        """Hand over what this rank has of each chunk while rank 0 sends the messages."""
+        for _ in self._chunks():
+            pass
 
     # ---- both ---------------------------------------------------------------------------------------------------
+
+    def _chunks(self) -> Iterator[str]:
+        """Hand over all chunks; on rank 0, yield the message of each."""
+        rendezvous = self.rendezvous
+        if rendezvous.kind == "nccl":
+            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type, check=self._check)
+        for infos in fill(self._groups, self._room, rendezvous.chunk_bytes):
+            handles = self._packed()
+            assert self._buffer is not None
+            buffer = self._buffer.bytes
+            nbytes = sum(aligned(info.nbytes) for info in infos)
+            if self._rank == 0:
+                tensors, capacity = describe(infos), buffer.numel()
+                yield ChunkMessage(
+                    number=self._number, nbytes=nbytes, capacity=capacity, tensors=tensors, handles=handles
+                ).model_dump_json(exclude_defaults=True)
+            if self._group is not None:
+                self._group.broadcast(buffer[:nbytes], self._check)
+            else:
+                self._read_by_all()
+            self._number += 1
+            self.bytes_sent += sum(info.nbytes for info in infos)
 
     def _room(self, nbytes: int) -> Tensor:
         """Return the buffer, replaced if it is too small."""
@@ -155,20 +159,16 @@ class WeightSender:
         text = f"{device_id(self._device)}\n{handle.model_dump_json()}"
         self._store.put(f"handle/{self._buffers}/{self._rank}", text)
 
-    def _current(self) -> Tensor:
-        assert self._buffer is not None
-        return self._buffer.bytes
-
-    def _packed(self, number: int) -> dict[str, BufferHandle]:
+    def _packed(self) -> dict[str, BufferHandle]:
         """Wait until every rank has filled its buffer; return the handles on rank 0 if they are new."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         if self.rendezvous.kind != "ipc":
             return {}
-        self._store.add(f"packed/{number}")
+        self._store.add(f"packed/{self._number}")
         if self._rank != 0:
             return {}
-        self._wait(f"packed/{number}", len(self.rendezvous.ranks), "other ranks filled their buffers")
+        self._wait(f"packed/{self._number}", len(self.rendezvous.ranks), "other ranks filled their buffers")
         if self._announced == self._buffers:
             return {}
         self._announced = self._buffers
@@ -176,9 +176,9 @@ class WeightSender:
         parts = [text.partition("\n") for text in handles if text is not None]
         return {device: BufferHandle.model_validate_json(handle) for device, _, handle in parts}
 
-    def _read_by_all(self, number: int) -> None:
-        """Wait until every worker has loaded a chunk: the buffer is overwritten next."""
-        self._wait(f"done/{number}", self.rendezvous.workers, "engines loaded weights")
+    def _read_by_all(self) -> None:
+        """Wait until every worker has loaded the chunk: the buffer is overwritten next."""
+        self._wait(f"done/{self._number}", self.rendezvous.workers, "engines loaded weights")
 
     def _wait(self, key: str, count: int, doing: str) -> None:
         self._store.wait(lambda: self._store.add(key, 0) >= count, doing, self._check)
@@ -264,21 +264,12 @@ class DividedSender(WeightSender):
     def __init__(self, *args: Any, hand_over: HandOver) -> None:
         super().__init__(*args)
         self._hand_over = hand_over
-        self._number = 0
-
-    def _chunks(self) -> Iterator[str]:
-        self._wait("ready", self.rendezvous.workers, "engines joined the transfer")
-        self._store.put("go", "go")
-        yield from self._all_turns()
-        yield end_message(self._number)
 
     def assist(self) -> None:
-        """Hand over what this rank holds, in its turns, while rank 0 sends the messages."""
         self._store.wait(lambda: self._store.get("go") is not None, "engines joined the transfer")
-        for _ in self._all_turns():
-            pass
+        super().assist()
 
-    def _all_turns(self) -> Iterator[str]:
+    def _chunks(self) -> Iterator[str]:
         rendezvous = self.rendezvous
         if rendezvous.kind == "nccl":
             place, size = rendezvous.ranks.index(self._rank), len(rendezvous.ranks) + rendezvous.workers
@@ -313,17 +304,16 @@ class DividedSender(WeightSender):
 
     def _opened_by_workers(self, chunk: ChunkMessage, owner: int | None, holders: set[int]) -> Iterator[str]:
         """Wait until the workers have read a chunk from the memory of its holders."""
-        number = self._number
         if self._rank in holders:
-            self._store.add(f"packed/{number}")
+            self._store.add(f"packed/{self._number}")
         if self._rank == 0:
-            self._wait(f"packed/{number}", len(holders), "other ranks filled their buffers")
+            self._wait(f"packed/{self._number}", len(holders), "other ranks filled their buffers")
             readers = self._hand_over.readers
             yield self._message(
                 chunk, handles={device: self._handle(self._hand_over.holder(device, owner)) for device in readers}
             )
         if self._rank in holders or self._rank == 0:
-            self._read_by_all(number)
+            self._read_by_all()
 
     def _message(self, chunk: ChunkMessage, **fields: Any) -> str:
         return chunk.model_copy(update={"number": self._number, **fields}).model_dump_json(exclude_defaults=True)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_replay.distributed.network import BACKLOG, admitted
+from moe_replay.distributed.network import admitted, open_listener, port_of
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.utils.misc import one_line
 
@@ -200,9 +200,8 @@ class _StoreServer:
 
     def __init__(self, host: str) -> None:
         self.store, self.token = dist.HashStore(), secrets.token_hex(TOKEN_BYTES)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self.port = int(listener.getsockname()[1])
+        listener = open_listener(host)
+        self.port = port_of(listener)
         arguments = (listener, self.token.encode(), self.store)
         threading.Thread(target=_admit, args=arguments, name="transfer store", daemon=True).start()
         weakref.finalize(self, listener.close)
@@ -333,8 +332,8 @@ class TransferStore:
     def listen_by_torch(cls, host: str, timeout_s: float) -> TransferStore:
         """Open torch's own store, for engines that connect to that: it answers everyone."""
         limit = timedelta(seconds=timeout_s)
-        with socket.create_server((host, 0)) as listener:
-            port, file = listener.getsockname()[1], listener.detach()
+        with open_listener(host) as listener:
+            port, file = port_of(listener), listener.detach()
         server = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=file)
         token = secrets.token_hex(TOKEN_BYTES)
         return cls(

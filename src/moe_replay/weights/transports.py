@@ -224,7 +224,7 @@ class _Attempt:
         self._targets, self._is_last = targets, is_last
         self._hosts: dict[str, str] = {}
         self._store: TransferStore | None = None
-        self.failed: set[str] = set()
+        self._failed: set[str] = set()  # engines whose worker ended it
         self.remaining: Targets = {}
         self._hand_over: HandOver | None = None
         self._nbytes: int | None = None  # that rank 0 has seen on their way from all ranks
@@ -280,7 +280,7 @@ class _Attempt:
                 self._transfer(groups, probe)
             except EngineError as failure:
                 if self._engine is not None:
-                    verdict = self._next_step()
+                    verdict = self._next_step(self._engine)
                 # Other ranks notice a broken transfer too, but only rank 0 knows the cause and what follows.
                 if not verdict and not (self._engine is None and isinstance(failure, TransferError)):
                     raise
@@ -290,25 +290,23 @@ class _Attempt:
             raise TransferFailedError(cause)
         return None if next_step else groups.nbytes if self._nbytes is None else self._nbytes
 
-    def _next_step(self) -> str:
+    def _next_step(self, engine: WeightTarget) -> str:
         """Return what follows a failed transfer: "retry" with the other servers, "fall_back", or "" for an error."""
-        if self._others_remain():
-            return "retry"
+        targets = self._targets or {}
+        if not self._is_last and "" not in targets:
+            alive = engine.transfer_targets(self._version) or {}
+            failed = self._failed | {url for url in targets if url not in alive}
+            self.remaining = {url: receivers for url, receivers in targets.items() if url not in failed}
+            if failed and self.remaining:
+                return "retry"
         return "fall_back" if self._transport.falls_back else ""
-
-    def _others_remain(self) -> bool:
-        if self._is_last or self._targets is None or "" in self._targets or self._engine is None:
-            return False
-        alive = self._engine.transfer_targets(self._version) or {}
-        failed = self.failed | {url for url in self._targets if url not in alive}
-        self.remaining = {url: receivers for url, receivers in self._targets.items() if url not in failed}
-        return bool(failed) and bool(self.remaining)
 
     def _transfer(self, groups: ByteCounter, probe: Probe | None) -> None:
         if rank() not in self._rendezvous.ranks:
             groups.exhaust()
             return
-        sender = self._sender(groups)
+        common = (self._rendezvous, rank(), self._transport.device, groups, self._store)
+        sender = WeightSender(*common) if self._hand_over is None else DividedSender(*common, hand_over=self._hand_over)
         with ExitStack() as undo:
             undo.push(partial(self._break_off, sender, groups))
             if self._engine is None:
@@ -324,12 +322,6 @@ class _Attempt:
             self._nbytes = sender.bytes_sent
         sender.close()
 
-    def _sender(self, groups: ByteCounter) -> WeightSender:
-        common = (self._rendezvous, rank(), self._transport.device)
-        if self._hand_over is None:
-            return WeightSender(*common, groups, self._store)
-        return DividedSender(*common, groups, self._store, hand_over=self._hand_over)
-
     def _break_off(
         self,
         sender: WeightSender,
@@ -338,7 +330,7 @@ class _Attempt:
         error: BaseException | None,
         traceback: object,
     ) -> None:
-        self.failed = sender.failed_engines()
+        self._failed = sender.failed_engines()
         sender.fail("broke off" if error is None else one_line(error))
         if isinstance(error, Exception):  # else this process is ending, and must not wait for the others
             groups.exhaust()

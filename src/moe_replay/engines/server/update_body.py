@@ -2,6 +2,7 @@
 
 frame: u64 length (little-endian) | that many bytes
 body:  frame with the header (JSON) | frame with a safetensors file, any number of times | empty frame
+       a length of 2^64 - 1 in place of a frame: the sender has failed, and the update with it
 
 The frames of a transfer are its messages (JSON), the last of them the end.
 """
@@ -22,11 +23,12 @@ from moe_replay.weights.identity import Probe
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.messages import TransferSettings
 from moe_replay.weights.source import Tensors, Weights
-from moe_replay.weights.transfer import Transfer
+from moe_replay.weights.transfer import Transfer, TransferError
 
 MAX_FRAME_BYTES = 8 * 2**30
 _SLICE_BYTES = 2**19
 _LENGTH = struct.Struct("<Q")
+_BROKEN_OFF = 2**64 - 1
 
 Read = Callable[[int], bytes]  # returns exactly that many bytes of the body, or raises
 
@@ -94,8 +96,12 @@ def write_update(
         for message in weights.messages:
             yield from _frame(message.encode())
     elif not isinstance(weights, Path):
-        for content in packed(weights.tensors if isinstance(weights, Adapter) else weights):
-            yield from _frame(content)
+        try:
+            for content in packed(weights.tensors if isinstance(weights, Adapter) else weights):
+                yield from _frame(content)
+        except TransferError:  # a connection that is closed may be closed before the server has seen the header
+            yield _LENGTH.pack(_BROKEN_OFF)
+            return
     yield from _frame(b"")
 
 
@@ -138,6 +144,8 @@ def _frame(content: bytes) -> Iterator[bytes]:
 
 def _read_frame(read: Read, limit: int) -> bytes:
     (length,) = _LENGTH.unpack(read(_LENGTH.size))
+    if length == _BROKEN_OFF:
+        raise EngineError("the sender of an update broke off")
     if length > limit:
         raise EngineError("a frame of an update is too large", expected=f"at most {limit} bytes", found=length)
     return read(length)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from moe_replay.engines.base import Engine, StartRequest
-from moe_replay.engines.http import HttpClient, reading_answer
+from moe_replay.engines.http import ForeignClient, between, reading_answer
 from moe_replay.engines.pool import connect
-from moe_replay.engines.requests import EngineState, RequestBarrier
 from moe_replay.engines.sglang.weights import SglangWeights, WeightCalls
 from moe_replay.engines.sglang.wire import NO_PENALTIES, GenerateResponse, generate_request, request_seed, was_retracted
 from moe_replay.errors import EngineError, EngineName
@@ -27,14 +26,7 @@ from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.tested_versions import notice_if_newer
 from moe_replay.weights.checkpoint import as_folder
-from moe_replay.weights.identity import (
-    INCOMPLETE,
-    CurrentWeights,
-    Probe,
-    WeightsLedger,
-    parse_version_text,
-    version_text,
-)
+from moe_replay.weights.identity import INCOMPLETE, CurrentWeights, Probe, version_text
 from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.source import Weights
 
@@ -48,7 +40,7 @@ def start(request: StartRequest) -> Engine:
     )
 
 
-class SglangClient(HttpClient):
+class SglangClient(ForeignClient):
     """Client of an SGLang server.
 
     model_path       folder or name of the model that it serves; default: the folder that the server reports
@@ -65,8 +57,6 @@ class SglangClient(HttpClient):
         engine = SglangClient("http://127.0.0.1:30000")
     """
 
-    drains = True  # a request that waits in the server would be sampled by weights that are not verified yet
-
     def __init__(
         self,
         url: str,
@@ -81,17 +71,13 @@ class SglangClient(HttpClient):
         token: str | None = None,
         **limits: Any,
     ) -> None:
-        super().__init__(url, token=token, **limits)
+        super().__init__("SGLang", url, token, weight_version, limits)
         self._given_path = model_path
         self._given_topology = topology
         self._router_family = router_family
         self._trust_remote_code = trust_remote_code
-        self._first_version = weight_version
         self._shared_folder = shared_folder
         self._weight_kind = weights
-        self._state = EngineState(f"SGLang at {self.url}", weight_version)
-        self._ledger = WeightsLedger(self._state.engine)
-        self._barrier = RequestBarrier(self._loop.loop)  # shut during weight updates: new requests wait
         self._temperature_checked = False
 
     # ---- properties ---------------------------------------------------------------------------------------------
@@ -125,10 +111,6 @@ class SglangClient(HttpClient):
         info = self._call("GET", "/model_info")
         with reading_answer(self.url):
             return self._parse_version(info["weight_version"])
-
-    def _parse_version(self, text: str) -> CurrentWeights:
-        """Read SGLang's version text: `default` until the first update, then what the update sent."""
-        return parse_version_text(text, self._first_version, self._state.engine)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -193,7 +175,8 @@ class SglangClient(HttpClient):
         else:
             responses = await self._generate(request)
             responses = responses if isinstance(responses, list) else [responses]
-            responses = list(await asyncio.gather(*(self._not_retracted(response, request) for response in responses)))
+            if params.routes:
+                responses = await asyncio.gather(*(self._not_retracted(response, request) for response in responses))
         if len(responses) != params.draws:
             raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(responses))
         return responses
@@ -205,14 +188,13 @@ class SglangClient(HttpClient):
         """
         alone = request | {"sampling_params": request["sampling_params"] | {"n": 1}}
         with reading_answer(self.url):
-            for _ in range(RETRACTIONS):
+            for attempt in range(RETRACTIONS + 1):
+                if attempt:
+                    response = await self._generate(alone)
+                    response = response[0] if isinstance(response, list) else response
                 aborted = response["meta_info"]["finish_reason"]["type"] == "abort"  # it is resumed from its prompt
                 if aborted or not was_retracted(response):
                     return response
-                response = await self._generate(alone)
-                response = response[0] if isinstance(response, list) else response
-            if not was_retracted(response):
-                return response
         raise EngineError(
             f"{self._state.engine} retracted a request again and again: its routes are not those of its log-probs",
             found=f"{RETRACTIONS + 1} attempts",
@@ -240,10 +222,6 @@ class SglangClient(HttpClient):
             )
         self._temperature_checked = True
 
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        self._state.require_ready()
-        return self._prompt_logprobs(token_ids)
-
     def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         request = {
             "input_ids": [int(token) for token in token_ids],
@@ -270,14 +248,14 @@ class SglangClient(HttpClient):
         if isinstance(weights, Path) or self._weight_kind == "folder":
             with as_folder(weights, self._shared_folder) as folder, self._updating(version, probe, weights_id):
                 update = {"model_path": str(folder.absolute()), "weight_version": text, "flush_cache": True}
-                self._post_blocking("/update_weights_from_disk", update)
+                self._command("/update_weights_from_disk", update)
             return
         calls = self._weight_calls
         if self.current_weights() != (self._state.weight_version, self._state.weights_id):
             calls.close()  # it has restarted, and knows no group
         with self._updating(version, probe, weights_id):
             calls.send(weights, version_text(version, INCOMPLETE))
-            self._post_blocking("/update_weight_version", {"new_version": text, "abort_all_requests": False})
+            self._command("/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     @cached_property
     def _weight_calls(self) -> WeightCalls:
@@ -292,7 +270,7 @@ class SglangClient(HttpClient):
         with self._requests_held(), self._state.update_to(version, weights_id):
             with self._generation_paused():
                 yield
-                self._post_blocking("/flush_cache")
+                self._command("/flush_cache")
             if weights_id:
                 self._check_taken(self.current_weights(), version, weights_id)
             if probe is not None:
@@ -307,18 +285,9 @@ class SglangClient(HttpClient):
         finally:
             self._barrier.open()
 
-    @contextmanager
-    def _generation_paused(self) -> Iterator[None]:
+    def _generation_paused(self) -> AbstractContextManager[None]:
         """Abort running requests of all clients; the server holds new ones back."""
-        self._post_blocking("/pause_generation", {"mode": "abort"})
-        try:
-            yield
-        finally:
-            self._post_blocking("/continue_generation")
-
-    def _post_blocking(self, path: str, content: dict[str, Any] | None = None) -> None:
-        """Send a request and wait for its success; the response has no content of interest."""
-        self._loop.run(self._post(path, content or {}))
+        return between(self._command, "/pause_generation", "/continue_generation", {"mode": "abort"})
 
     def close(self) -> None:
         if "_weight_calls" in vars(self):
@@ -339,14 +308,14 @@ class SglangClient(HttpClient):
         """
         if not self._state.asleep:
             with self._requests_held(), self._generation_paused():
-                self._post_blocking("/release_memory_occupation", {"tags": self._releasable})
+                self._command("/release_memory_occupation", {"tags": self._releasable})
                 self._state.asleep = True
 
     def wake(self) -> None:
         if self._state.asleep:
-            self._post_blocking("/resume_memory_occupation", {"tags": self._releasable})
+            self._command("/resume_memory_occupation", {"tags": self._releasable})
             self._state.asleep = False
 
     def abort(self) -> None:
         """Abort running requests of all clients."""
-        self._post_blocking("/abort_request", {"abort_all": True})
+        self._command("/abort_request", {"abort_all": True})

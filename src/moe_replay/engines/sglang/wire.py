@@ -135,7 +135,7 @@ class GenerateResponse:
             finish_reason=reason,
             trace=trace,
             weight_version=weights.version,
-            weights_id=weights.weights_id or "",
+            weights_id=weights.weights_id,
         )
 
     def _error(self, problem: str, **facts: Any) -> EngineError:

@@ -306,7 +306,7 @@ class VllmEngine(AsyncSampler, Engine):
             finish_reason=reason,
             trace=trace,
             weight_version=weights.version,
-            weights_id=weights.weights_id or "",
+            weights_id=weights.weights_id,
             sampling_mask=self._masks.mask(supports, completion, params, index) if params.sampling_mask else None,
         )
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from moe_replay.engines.base import Engine, StartRequest
-from moe_replay.engines.http import HttpClient, reading_answer
+from moe_replay.engines.http import ForeignClient, between, reading_answer
 from moe_replay.engines.pool import connect
-from moe_replay.engines.requests import EngineState, RequestBarrier, sampled_version
+from moe_replay.engines.requests import sampled_version
 from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.engines.vllm.release import check_version
-from moe_replay.engines.vllm_serve.weights import Send, WeightKind, between, weight_route
+from moe_replay.engines.vllm_serve.weights import Send, WeightKind, weight_route
 from moe_replay.engines.vllm_serve.wire import (
     PROCESSED,
     ServerSettings,
@@ -39,14 +39,7 @@ from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.weights.identity import (
-    INCOMPLETE,
-    CurrentWeights,
-    Probe,
-    WeightsLedger,
-    parse_version_text,
-    version_text,
-)
+from moe_replay.weights.identity import INCOMPLETE, CurrentWeights, Probe, version_text
 from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.source import Weights
 
@@ -70,7 +63,7 @@ def start(request: StartRequest) -> Engine:
     )
 
 
-class VllmServeClient(HttpClient):
+class VllmServeClient(ForeignClient):
     """vLLM's own OpenAI-compatible server; to be given weights, of 0.30 or later and in developer mode.
 
     topology         of its model: MoeTopology.from_config(AutoConfig.from_pretrained(...))
@@ -92,8 +85,6 @@ class VllmServeClient(HttpClient):
         engine = VllmServeClient("http://127.0.0.1:8000", topology, vocabulary=151936)
     """
 
-    drains = True  # before 0.32 the server is asked for the version of a sample after its request
-
     def __init__(
         self,
         url: str,
@@ -111,17 +102,14 @@ class VllmServeClient(HttpClient):
         token: str | None = None,
         **limits: Any,
     ) -> None:
-        super().__init__(url, token=token, **limits)
+        super().__init__("vLLM", url, token, weight_version, limits)
         self._given_topology = topology
         self._vocabulary = vocabulary
-        self._max_length, self._first_version = max_length, weight_version
+        self._max_length = max_length
         self._needs_masks = sampling_mask
         self._takes_weights, self._model, self._processed_logprobs = takes_weights, model, processed_logprobs
         self._weight_kind = weights
         self._shared_folder = None if shared_folder is None else Path(shared_folder)
-        self._state = EngineState(f"vLLM at {self.url}", weight_version)
-        self._ledger = WeightsLedger(self._state.engine)
-        self._barrier = RequestBarrier(self._loop.loop)
 
     # ---- properties ---------------------------------------------------------------------------------------------
 
@@ -176,7 +164,7 @@ class VllmServeClient(HttpClient):
         with self._developer_mode():
             answer = self._call("GET", "/weight_info")
         with reading_answer(self.url):
-            return parse_version_text(str(answer["weight_version"]), self._first_version, self._state.engine)
+            return self._parse_version(str(answer["weight_version"]))
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -222,13 +210,9 @@ class VllmServeClient(HttpClient):
     def _weights_of(self, text: str | None, current: CurrentWeights | None) -> CurrentWeights:
         """Return the weights of a sample. Before 0.32 the server is asked; they do not change while a request runs."""
         if text is not None:
-            return parse_version_text(text, self._first_version, self._state.engine)
+            return self._parse_version(text)
         assert current is not None
         return current
-
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        self._state.require_ready()
-        return self._prompt_logprobs(token_ids)
 
     def _prompt_logprobs(self, token_ids: Sequence[int], replica: int | None = None) -> np.ndarray:
         where = None if replica is None else {REPLICA_HEADER: str(replica)}
@@ -305,10 +289,6 @@ class VllmServeClient(HttpClient):
             if self.settings.sleeps:
                 self._command("/wake_up")
             self._state.asleep = False
-
-    def _command(self, path: str) -> None:
-        """Send a request whose answer has no content before 0.32."""
-        self._loop.run(self._post(path, {}))
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from moe_replay.distributed.network import address_seen_by, free_port
+from moe_replay.engines.http import between
 from moe_replay.engines.vllm_serve.wire import WORKER_EXTENSION, ServerSettings
 from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.utils.device import accelerator
@@ -156,22 +157,6 @@ class _NcclTransfer:
             group = trainer_init(NCCLTrainerInitInfo(rank=0, packed=False, **rendezvous))
             answered.result()
         return group
-
-
-@contextmanager
-def between(post: Post, begin: str, end: str) -> Iterator[None]:
-    """Post `begin` before the context and `end` after it, also where it fails: the server would refuse what follows."""
-
-    def end_after_error() -> None:
-        with suppress(EngineError):  # what went wrong before says more
-            post(end, None)
-
-    post(begin, None)
-    with ExitStack() as undo:
-        undo.callback(end_after_error)
-        yield
-        undo.pop_all()
-    post(end, None)
 
 
 def _weight_update(post: Post) -> AbstractContextManager[None]:

@@ -104,38 +104,33 @@ class ServerSettings:
 
 
 def generate_request(prompt: Sequence[int], params: SamplingParams, masks: MaskReturn) -> dict[str, Any]:
-    """Return a request for `params.draws` samples; everything that a server could have a default for is set."""
+    """Return a request for `params.draws` samples."""
     return {
         "token_ids": [int(token) for token in prompt],
-        "sampling_params": {
-            "n": params.draws,
-            "max_tokens": params.max_tokens,
-            **masks.truncation(params),
-            "min_p": 0.0,
-            "seed": request_seed(params, prompt),
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": params.ignore_eos,
-            "logprobs": 0,
-            "detokenize": False,
-        },
+        "sampling_params": _sampling(prompt, params, masks.truncation(params)) | {"detokenize": False},
         "return_token_ids": True,
     }
 
 
 def completions_request(model: str, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    """Return a request for `params.draws` samples by the OpenAI route."""
+    truncation = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+    request = {"model": model, "prompt": [int(token) for token in prompt], "return_token_ids": True}
+    return request | _sampling(prompt, params, truncation)
+
+
+def _sampling(prompt: Sequence[int], params: SamplingParams, truncation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a request: all that a server could have a default for, as of the model, is set."""
     return {
-        "model": model,
-        "prompt": [int(token) for token in prompt],
         "n": params.draws,
         "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "seed": params.seed,
+        **truncation,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": request_seed(params, prompt),
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
         "logprobs": 0,
-        "return_token_ids": True,
     }
 
 
