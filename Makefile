@@ -10,7 +10,7 @@ PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 OLDEST_TORCH := 2.6.0
 # Left out of `make test-newest`: they need an installed vLLM, which asks for one torch.
 NEED_VLLM := tests/engines/test_vllm_*.py tests/cli/test_train_command.py tests/cluster/test_capacity.py tests/faults/test_bad_input.py
-TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/engines/test_transformers.py tests/engines/test_session.py tests/faults/test_model_folders.py
+TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/engines/test_transformers.py tests/engines/test_session.py tests/faults/test_model_folders.py tests/megatron/weights/test_families.py
 
 EXTRAS ?= ray train lora tensorboard wandb mlflow trackio trl megatron transformers serve report cli vllm
 # Versions for `make test-extras`, as far as an extra needs these packages at all.
