@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_replay.distributed import network
+from moe_replay.distributed import network, rank_watch
 from moe_replay.distributed.network import TOKEN_BYTES, RankServer
-from moe_replay.distributed.rank_watch import Failure, FailureChannel
+from moe_replay.distributed.rank_watch import Failure, FailureChannel, RankLostError
 from moe_replay.distributed.ranks import all_gather_json, any_rank, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.setup import launch
@@ -260,6 +260,19 @@ def test_strangers_do_not_keep_ranks_from_starting(monkeypatch: pytest.MonkeyPat
         assert _known(channels[0]) == Failure(1, "late")
     for channel in channels:
         channel.close()
+
+
+def test_ranks_that_cannot_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "CONNECT_S", 0.2)
+    server = _server()
+    channel = FailureChannel(0, 600.0)
+    with pytest.raises(RankLostError, match=r"rank 0 has no connection to ranks \[1, 2\].*firewall"):
+        channel.open(server, 3)
+    channel.close()
+    other = FailureChannel(2, 600.0)
+    with pytest.raises(RankLostError, match=rf"rank 2 has no connection to rank 0.*:{server.port}.*firewall"):
+        other.open(server._replace(listener=None), 3)  # nobody listens there any more
+    other.close()
 
 
 def test_a_connection_without_the_token_is_closed_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from moe_replay.report.run_report import warnings
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.learn.server_checks import ServerCheckError
 from moe_replay.train.loop import train
+from moe_replay.verification.metrics import MetricAccumulator
 from tests.faults.lying import TOKEN, Samples, lying_and_honest
 from tests.train.runs import tiny_config
 
@@ -136,6 +137,24 @@ def test_a_server_that_is_not_believed_is_left_out(
     assert second["mismatch/rollout_vs_native/k3_kl"] < 1e-6
     assert all(math.isfinite(line[name]) for line in run.lines for name in ("loss/total", "loss/grad_norm"))
     assert any(f"{run.bad.removeprefix('http://')} was not believed" in line for line in warnings(read_run(run.folder)))
+
+
+@pytest.mark.slow
+def test_an_update_that_is_taken_again_without_a_server_counts_once(
+    demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[tuple[float, float]] = []
+    reduce = MetricAccumulator.reduce
+
+    def counting(metrics: MetricAccumulator, **options: Any) -> Any:
+        pairs = metrics._sums.pairs
+        tokens.append((float(pairs["rollout_vs_old"][0]), float(pairs["rollout_vs_train"][0])))
+        return reduce(metrics, **options)
+
+    monkeypatch.setattr(MetricAccumulator, "reduce", counting)
+    run = LyingRun(demo_files, tmp_path / "run", each(without_routes), rollout=LONGER)
+    assert run.lines[0]["servers/excluded_fraction"] > 0
+    assert all(old == trained > 0 for old, trained in tokens)
 
 
 @pytest.mark.slow

@@ -233,6 +233,13 @@ def test_files_that_are_no_text_are_errors(tmp_path: Path) -> None:
         main(["report", str(run)])
 
 
+def test_the_report_of_a_run_has_its_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    with pytest.raises(SystemExit, match="error: --output is for an attribution.json"):
+        main(["report", str(run), "--output", str(tmp_path / "page.html")])
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_following_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,9 +23,11 @@ def report(run: Path, /, *, output: Path | None = None, follow: bool = False) ->
 
         print(write_attribution_report(read_attribution(run), output or run.with_suffix(".html")))
         return
-    from moe_replay.report.record import read_run
+    from moe_replay.report.record import ReportError, read_run
     from moe_replay.report.run_report import verdict, warnings, write_run_report
 
+    if output is not None:
+        raise ReportError("--output is for an attribution.json", remedy="The report of a run goes into its folder")
     if follow:
         _follow(run)
     print(write_run_report(run))

@@ -45,6 +45,12 @@ class Failure(NamedTuple):
         return json.dumps(self).encode() + b"\n"
 
 
+class RankLostError(MoeReplayError):
+    """Another rank has ended, or cannot be reached."""
+
+    exit_status = ExitStatus.FAILED
+
+
 class FailureChannel:
     """One rank's end of the channel; `fileno()` becomes readable when a failure is known.
 
@@ -70,6 +76,22 @@ class FailureChannel:
 
     def open(self, server: RankServer, ranks: int) -> None:
         """Connect to rank 0, or on rank 0 take the connections of all others."""
+        try:
+            self._connect(server, ranks)
+        except OSError as error:
+            missing = sorted(set(range(ranks)) - {self.rank, *self._peers.values()})
+            raise RankLostError(
+                f"rank {self.rank} has no connection to {'rank 0' if self.rank else f'ranks {missing}'}",
+                expected=f"connections to {server.host}:{server.port} within {CONNECT_S:.0f} s",
+                found=one_line(error),
+                remedy="Ranks on other machines must be able to reach rank 0's on any port: check for a firewall",
+            ) from error
+        for connection in self._peers:
+            connection.settimeout(LINGER_S)
+        self._thread = threading.Thread(target=self._run, name="failures of ranks", daemon=True)
+        self._thread.start()
+
+    def _connect(self, server: RankServer, ranks: int) -> None:
         if server.listener is None:
             connection = socket.create_connection((server.host, server.port), timeout=CONNECT_S)
             connection.sendall(server.token + self.rank.to_bytes(4, "little"))
@@ -79,10 +101,6 @@ class FailureChannel:
                 while len(self._peers) < ranks - 1:
                     connection, peer_rank = next(connections)
                     self._peers[connection] = int.from_bytes(peer_rank, "little")
-        for connection in self._peers:
-            connection.settimeout(LINGER_S)
-        self._thread = threading.Thread(target=self._run, name="failures of ranks", daemon=True)
-        self._thread.start()
 
     # ---- use ----------------------------------------------------------------------------------------------------
 
@@ -172,12 +190,6 @@ NOTICE_S = 5.0
 """Seconds between the end of a connection and that of the process it belonged to."""
 
 _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|Socket closed|remote process exited", re.IGNORECASE)
-
-
-class RankLostError(MoeReplayError):
-    """Another rank has ended, or cannot be reached any more."""
-
-    exit_status = ExitStatus.FAILED
 
 
 class RankWatch:

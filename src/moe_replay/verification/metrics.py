@@ -156,6 +156,11 @@ class MetricAccumulator:
         self._sum_vector.zero_()
         self._max_vector.zero_()
 
+    def merge(self, other: MetricAccumulator) -> None:
+        """Add what an accumulator of the same layout has."""
+        self._sum_vector.add_(other._sum_vector)
+        _raise_to(self._max_vector, other._max_vector)
+
     # ---- tokens -------------------------------------------------------------------------------------------------
 
     def add_mean(self, name: str, values: Tensor) -> None:

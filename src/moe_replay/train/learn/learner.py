@@ -311,13 +311,18 @@ class Learner:
                 continue
             self._count("train", batches)
             is_scored = index >= self._unscored.count
-            loss = self._loss(metrics, 1 / len(all_updates), check=is_scored and not norms)
+            share = 1 / len(all_updates)
+            loss = self._loss(metrics, share, check=is_scored and not norms)
             if is_scored:
                 result = self.backend.update(batches, loss, self._counted(self.plan.updating, metrics), lr)
             else:
                 routing, old_pass = self._old_pass(batches, metrics, step, checked)
+                attempt = self.new_metrics()
                 try:
-                    result = self.backend.update(batches, loss, routing, lr, old_pass)
+                    result = self.backend.update(
+                        batches, self._loss(attempt, share, check=False), routing, lr, old_pass
+                    )
+                    metrics.merge(attempt)
                 except _ExcludedServers:  # on every rank: again, without their tokens
                     result = self.backend.update(batches, loss, self.plan.updating, lr)
             norms.append(result.grad_norm)
