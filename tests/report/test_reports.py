@@ -235,7 +235,7 @@ def test_files_that_are_no_text_are_errors(tmp_path: Path) -> None:
 
 def test_the_report_of_a_run_has_its_place(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
-    with pytest.raises(SystemExit, match="error: --output is for an attribution.json"):
+    with pytest.raises(SystemExit, match=r"error: --output is for an attribution\.json"):
         main(["report", str(run), "--output", str(tmp_path / "page.html")])
     assert not (tmp_path / "page.html").exists()
 
