@@ -166,9 +166,13 @@ def test_an_engine_that_was_given_up_is_not_replaced_until_the_run_is_scaled(fre
     assert group.reserve(2) == ["bundles of 1"], "the trainer starts again with the engines that are left"
     started: list[int] = []
     group._start = lambda slot: started.append(slot.index)  # type: ignore[method-assign]
-    group.reconcile(EngineRequest("vllm", {}), 3)
+    group.reconcile(EngineRequest("vllm", {}), 3, scalings=1)
     assert started == [2, 3]
     assert lines[-2:] == ["engine 2 joins: 2 of 3 engines", "engine 3 joins: 3 of 3 engines"]
+    for _ in range(2):
+        group._ended(group._slots[0], "exited with status -9")
+    group.reconcile(EngineRequest("vllm", {}), 3, scalings=2)  # to the same number, after a repair
+    assert [slot.index for slot in group._slots] == [2, 3, 4]
 
 
 def test_lost_ranks_are_no_success() -> None:

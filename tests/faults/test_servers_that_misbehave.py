@@ -7,6 +7,7 @@ import logging
 import select
 import socket
 import struct
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -277,6 +278,36 @@ def test_a_quarantined_server_stays_out_when_it_sleeps_and_wakes(servers: Server
         for command in (pool.sleep, pool.wake, pool.abort):
             command()
             assert [member.is_quarantined for member in pool._members] == [True, False]
+
+
+def test_a_command_goes_on_with_a_server_that_waits_for_weights(servers: Servers) -> None:
+    """The other one is lost: the update that follows puts this one in."""
+
+    def lost() -> None:
+        raise EngineUnavailableError("no answer")
+
+    with servers.pool() as pool:
+        pool._members[0].take_out(EngineUnavailableError("it has restarted"), 60.0)
+        pool._members[1].engine.abort = lost  # type: ignore[method-assign]
+        pool.abort()
+        pool.exclude(pool._members[0].engine.url, "its log-probs")
+        with pytest.raises(EngineUnavailableError, match="no rollout server is left"):
+            pool.abort()
+
+
+def test_a_server_whose_health_takes_longer_than_its_cooldown_comes_back(servers: Servers) -> None:
+    """Meanwhile the next request has begun a check of its own."""
+    with servers.pool() as pool:
+        member = pool._members[0]
+
+        def healthy() -> bool:
+            member.down_until = time.monotonic() + 60.0
+            return True
+
+        member.engine.healthy = healthy  # type: ignore[method-assign]
+        member.take_out(EngineUnavailableError("it is busy"), 0.0)
+        pool.generate(PROMPTS, PARAMS)
+        assert member.down_until is None
 
 
 def test_a_server_that_is_quarantined_while_its_health_is_checked_stays_out(servers: Servers) -> None:

@@ -84,7 +84,8 @@ def join_or_start(config: TrainConfig) -> Iterator[Connection]:
     if address == LOCAL:  # one machine may share its cores among more ranks and engines than it has cores
         options["num_cpus"] = max(os.cpu_count() or 1, int(plan_resources(config, {}).cpus))
     remedy = "Check that it is up with `ray status` on its head node; omit cluster.address to start a new one"
-    with _connected(ray, address, remedy, **options) as info:
+    with _connected(ray, address, remedy, **options) as context:
+        info = context.address_info
         dashboard = info.get("webui_url") or ""
         yield Connection(info["gcs_address"], f"http://{dashboard}" if dashboard else "", address == LOCAL)
 
@@ -106,8 +107,8 @@ def join(address: str | None) -> Iterator[Any]:
 
 
 @contextmanager
-def _connected(ray: Any, address: str, remedy: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """Be connected to a cluster inside this context; yields Ray's description of it.
+def _connected(ray: Any, address: str, remedy: str, **options: Any) -> Iterator[Any]:
+    """Be connected to a cluster inside this context; yields Ray's context.
 
     remedy   if the cluster cannot be reached
     """
@@ -121,6 +122,6 @@ def _connected(ray: Any, address: str, remedy: str, **options: Any) -> Iterator[
             problem = f"cannot reach the Ray cluster at {address}"
         raise NoClusterError(f"{problem}: {one_line(error)}", remedy=remedy) from error
     try:
-        yield context.address_info
+        yield context
     finally:
         ray.shutdown()

@@ -93,7 +93,7 @@ class RunControl:
                 expected='cluster.engines with cluster.placement = "separate"',
                 remedy="The number of colocated engines is fixed by the recipe",
             )
-        self._check_capacity(engines - before.desired_engines, resources_of(before.engine))
+        self._check_capacity(engines - len(before.urls) - before.starting, resources_of(before.engine))
         ray.get(self._state.scale.remote(engines), timeout=REPLY_TIMEOUT_S)
         return before
 

@@ -192,7 +192,7 @@ class RayRun:
         if self._interrupts > self._forwarded_interrupts:
             self._forwarded_interrupts = self._interrupts
             self._state.interrupt.remote()
-        self._engines.reconcile(view.request, view.desired_engines)
+        self._engines.reconcile(view.request, view.desired_engines, view.scalings)
         self._publish()
 
     def _publish(self) -> None:

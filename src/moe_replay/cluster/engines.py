@@ -141,7 +141,7 @@ class EngineGroup:
         self._request: EngineRequest | None = None
         self._was_ready = False
         self._next_index = 0
-        self._desired, self._given_up = layout.engines, 0  # engines given up since the number was set
+        self._scalings, self._given_up = 0, 0  # engines given up since the number was set
         self._leaving: dict[Any, tuple[_Slot, float]] = {}
         self.error = self.lost = ""
 
@@ -159,13 +159,16 @@ class EngineGroup:
             self._add()
         return [slot.placement.group for slot in self._slots]
 
-    def reconcile(self, request: EngineRequest | None, desired: int) -> None:
-        """Bring the engines closer to the desired number; call repeatedly. Starts nothing before there is a request."""
+    def reconcile(self, request: EngineRequest | None, desired: int, scalings: int = 0) -> None:
+        """Bring the engines closer to the desired number; call repeatedly. Starts nothing before there is a request.
+
+        scalings   how often the number has been set: then engines that were given up are started again
+        """
         if request is None or self.error or self.lost:
             return
         self._request = request
-        if desired != self._desired:
-            self._desired, self._given_up = desired, 0
+        if scalings != self._scalings:
+            self._scalings, self._given_up = scalings, 0
         desired = self.layout.engines if self.layout.colocated else desired  # fixed by the trainer nodes
         desired -= self._given_up
         while len(self._slots) < desired:

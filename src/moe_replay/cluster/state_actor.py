@@ -34,6 +34,7 @@ class DriverView(NamedTuple):
 
     request: EngineRequest | None
     desired_engines: int
+    scalings: int  # how often that number has been set, also to the same one
     output: bytes
 
 
@@ -50,7 +51,7 @@ class RunState:
         self, engines: int, token: str, can_scale: bool = True, resources: Mapping[str, float] | None = None
     ) -> None:
         self._token = token
-        self._desired_engines = engines
+        self._desired_engines, self._scalings = engines, 0
         self._can_scale, self._resources = can_scale and engines > 0, dict(resources or {})
         self._request: EngineRequest | None = None
         self._engines = EngineList()
@@ -80,7 +81,7 @@ class RunState:
         """Return the state the driver acts on, and clear the queued output."""
         output = b"".join(self._output)
         self._output.clear()
-        return DriverView(self._request, self._desired_engines, output)
+        return DriverView(self._request, self._desired_engines, self._scalings, output)
 
     def set_engines(self, engines: EngineList) -> None:
         self._engines = engines
@@ -97,6 +98,7 @@ class RunState:
     def scale(self, engines: int) -> int:
         """Set the desired number of engines, which join and leave between steps; returns the previous number."""
         before, self._desired_engines = self._desired_engines, engines
+        self._scalings += 1
         return before
 
     def status(self) -> dict[str, Any]:

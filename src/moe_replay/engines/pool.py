@@ -228,9 +228,9 @@ class EnginePool(AsyncSampler, Engine):
         """Put an engine back into rotation after its cooldown, if it is healthy and has the current weights."""
         if member.down_until is None or time.monotonic() < member.down_until:
             return
-        member.down_until = next_check = time.monotonic() + self._cooldown_s  # so that no other task checks it too
-        if await asyncio.to_thread(self._is_current, member.engine) and member.down_until == next_check:
-            member.put_back()  # else it has failed in the meantime
+        member.down_until = time.monotonic() + self._cooldown_s  # so that no other task checks it too
+        if await asyncio.to_thread(self._is_current, member.engine) and not member.is_quarantined:
+            member.put_back()  # else an answer that arrived in the meantime was refused
 
     def _is_current(self, engine: ServedEngine) -> bool:
         with suppress(EngineError):
@@ -387,8 +387,12 @@ class EnginePool(AsyncSampler, Engine):
     def _apply_outcomes(
         self, calls: Sequence[Future[Any]], members: Sequence[Member], *, is_update: bool = True
     ) -> None:
-        """Take engines whose call failed out of rotation; raise if none is left. After an update, put the others in."""
+        """Take engines whose call failed out of rotation; raise if none is left. After an update, put the others in.
+
+        One that is out of rotation is left if it has answered: the next update puts it in.
+        """
         failures: list[EngineError] = []
+        has_answer = False
         for member, call in zip(members, calls, strict=True):
             failure = call.exception()
             if isinstance(failure, EngineError):
@@ -396,9 +400,11 @@ class EnginePool(AsyncSampler, Engine):
                 member.take_out(failure, self._cooldown_s if isinstance(failure, EngineUnavailableError) else math.inf)
             elif failure is not None:
                 raise failure
-            elif is_update:
-                member.put_back()
-        if failures and len(self._out_of_rotation()) == len(self._members):
+            else:
+                has_answer |= not member.is_excluded
+                if is_update:
+                    member.put_back()
+        if failures and not has_answer and len(self._out_of_rotation()) == len(self._members):
             rejections = [failure for failure in failures if not isinstance(failure, EngineUnavailableError)]
             if len(self._members) == 1 and rejections:
                 raise rejections[0]
