@@ -102,12 +102,12 @@ def test_layouts_that_fewer_machines_can_hold() -> None:
 
 def test_driver_rank_0_and_commands_exchange_state_through_the_actor() -> None:
     state = RunState(engines=2, token="secret")
-    assert state.view() == (None, 2, b"")
+    assert state.view() == (None, 2, 0, b"")
     request = EngineRequest("vllm", {"model": "m"})
     assert state.request_engines(request) == "secret"
     assert state.push_output(b"step 1\n") == state.push_output(b"step 2\n") == 0
     assert state.scale(3) == 2
-    assert state.view() == (request, 3, b"step 1\nstep 2\n")
+    assert state.view() == (request, 3, 1, b"step 1\nstep 2\n")
     assert state.view().output == b""
     state.interrupt()
     assert state.push_output(b"") == 1

@@ -21,7 +21,7 @@ def never(*_: Any, **__: Any) -> None:
 
 def read_shards(folder: str) -> dict[str, Any]:
     """Bytes that this rank reads and holds at once, and the tensors that all have together."""
-    sharded_model._loaded = never  # type: ignore[assignment]
+    sharded_model.load_model = never  # type: ignore[assignment]
     read_bytes, read = [], Checkpoint.read
 
     def counting(self: Checkpoint, name: str, slices: Any) -> Tensor:

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.distributed.ranks import any_rank, raise_on_all_ranks
+from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.megatron import lora
 from moe_replay.megatron.lora import LoraPlan, adapter_tensors
 from moe_replay.megatron.weights.checkpoint import Checkpoint
@@ -221,8 +222,7 @@ class MegatronBackend(Backend):
             with self._offload.optimizer_on_device():
                 overflowed = self._optimizer.prepare_grads()
                 norm = float(self._optimizer.get_grad_norm())
-                # Ranks that disagree about a step would hold different weights.
-                applied = not any_rank(overflowed or not math.isfinite(norm))
+                applied = self._on_all_ranks(math.isfinite(norm) and not overflowed)
                 if applied:
                     self._step(norm, lr)
             self._zero_gradients()
@@ -241,6 +241,12 @@ class MegatronBackend(Backend):
         for model in self.models:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
+
+    def _on_all_ranks(self, flag: bool) -> bool:
+        """Whether the flag is set on every rank: ranks that disagree about a step would hold different weights."""
+        everywhere = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        return bool(everywhere)
 
     # ---- Megatron's schedules -----------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def load(folder: Path, device: torch.device) -> None:
     from safetensors.torch import load_file
 
     saved = len(list(folder.glob("rank-*.safetensors")))
-    states = load_file(_file(folder, rank() % saved))
+    states = load_file(_file(folder, rank() % max(saved, 1)))
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu":
         device_module(device).set_rng_state(states[device.type], device)

@@ -283,10 +283,13 @@ class ExpertBalance:
         """
         held, rows = self._counted(updates, bodies, layers)
         rows_of_ranks = all_gather(rows.view(np.uint8), control_group()) if world_size() > 1 else [rows]
-        ranks = _read(all_gather_json(held), rows_of_ranks, len(layers), self._exchange.ranks)
-        divided, self.metrics = from_rank_0(
-            lambda: self._decided(ranks, len(updates), budget, packed=packed), "balancing"
-        )
+        held_of_ranks = all_gather_json(held)
+
+        def decide() -> tuple[list[Indices], dict[str, float]]:
+            ranks = _read(held_of_ranks, rows_of_ranks, len(layers), self._exchange.ranks)
+            return self._decided(ranks, len(updates), budget, packed=packed)
+
+        divided, self.metrics = from_rank_0(decide, "balancing")
         return [[[Tree(indices) for indices in bin_] for bin_ in ranks[self._backend.data_rank]] for ranks in divided]
 
     def _counted(

@@ -67,7 +67,9 @@ class EngineSync:
         self._targets: Targets | None = None  # on rank 0
         self._custom: Transport | None = None  # the user's `module:Class`
         if config.transport not in WEIGHT_TRANSPORTS:
-            transport = resolve(config.transport, {}, kind="weight transport", key="weight_sync.transport")
+            transport = resolve(
+                config.transport, WEIGHT_TRANSPORTS, kind="weight transport", key="weight_sync.transport"
+            )
             self._custom = transport(config)
 
     def send(self, source: WeightSource, engine: SyncedEngine | None, version: int, probe: Probe | None) -> SyncReport:
