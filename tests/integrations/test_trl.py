@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_replay.integrations.trl import SAMPLES
 from tests.combinations import with_thorough, with_whole_runs
 from tests.integrations.foreign import Watched, Watcher, experts_of, foreign_rollout, foreign_trace
-from tests.integrations.trl_tiny import make, model, numbers_of_trl, trained
+from tests.integrations.trl_tiny import make, model, numbers_of_trl, prompts, tokenizer, trained
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
@@ -142,6 +144,54 @@ def test_routes_are_foreign_to_the_model(tmp_path: Path) -> None:
     assert sum(there for there, _ in counts) < 0.1 * sum(pairs for _, pairs in counts)
 
 
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+class Calculator:
+    """The same tool as an environment."""
+
+    def reset(self, **kwargs: Any) -> None:
+        pass
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        return add(a, b)
+
+
+CHAT = """{% for message in messages %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call }}{% endfor %}
+{%- if message.role == "assistant" %}<end>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"""
+
+
+def calling_tokenizer(calls: Iterator[bool]) -> Any:
+    """A tokenizer that finds a call of the tool in a completion where the next of `calls` says so."""
+    found = tokenizer()
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+
+    def parse_response(ids: list[int], **kwargs: Any) -> dict[str, Any]:
+        message = {"role": "assistant", "content": found.decode(ids, skip_special_tokens=True)}
+        return message | {"tool_calls": [call]} if next(calls) else message
+
+    found.chat_template, found.response_template, found.parse_response = CHAT, {}, parse_response
+    return found
+
+
+def conversations() -> Any:
+    return prompts().map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+
+
 def test_r2_takes_the_routes_of_the_old_pass(tmp_path: Path) -> None:
     """In the second iteration the weights have moved far, the routes of each sample have not."""
 
@@ -166,6 +216,35 @@ def test_r2_takes_the_routes_of_the_old_pass(tmp_path: Path) -> None:
     moved = trained(make(tmp_path, "r2", **TWICE))[0][1]
     assert moved["routing/agreement"] < 0.5
     assert moved["routing/replayed_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("given", [{"tools": [add]}, {"environment_factory": Calculator}], ids=["tools", "environment"])
+def test_r2_replays_samples_that_called_a_tool(given: dict, tmp_path: Path) -> None:
+    """One sample of four calls it: TRL generates once more, for that sample alone."""
+    trainer = make(
+        tmp_path,
+        "r2",
+        processing_class=calling_tokenizer(itertools.cycle([False, True, False, False, False])),
+        train_dataset=conversations(),
+        reward_funcs=lambda completions, **kwargs: [float(len(str(messages)) % 7) for messages in completions],
+        max_completion_length=24,
+        generation_kwargs={"max_new_tokens": 5},  # of each turn, so that the answer of the tool fits
+        **TWICE,
+        **given,
+    )
+    logged, _ = trained(trainer)
+    assert [entry["tools/call_frequency"] for entry in logged[::2]] == [0.25, 0.25]
+    assert [entry["tools/failure_frequency"] for entry in logged[::2]] == [0, 0]
+    assert [entry["routing/replayed_fraction"] for entry in logged] == [1.0] * 4
+    (batch,) = trainer._buffered_inputs
+    answered = 0
+    for row, sample in enumerate(batch[SAMPLES]):
+        prompt = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
+        completion = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
+        assert sample.token_ids == (*prompt.tolist(), *completion.tolist())
+        assert sample.prompt_length == len(prompt)
+        answered += 0 in batch["tool_mask"][row][: len(completion)].tolist()
+    assert answered == 1
 
 
 def test_masked_completions_keep_their_routes(tmp_path: Path) -> None:
@@ -267,6 +346,9 @@ def test_routes_of_other_tokens_are_refused(tmp_path: Path) -> None:
         ({"engine": object(), "rollout_func": foreign_rollout}, "both an engine and a rollout_func"),
         ({"engine": object(), "min_p": 0.1}, "with an engine"),
         ({"engine": object(), "use_vllm": True, "replay": "r2"}, "both an engine and a backend"),
+        ({"tools": [print]}, "cuts samples into calls"),
+        ({"engine": object(), "tools": [print], "replay": "off"}, "both an engine and TRL's tool loop"),
+        ({"engine": object(), "environment_factory": object, "replay": "r2"}, "both an engine and TRL's tool loop"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(options: dict, message: str, tmp_path: Path) -> None:

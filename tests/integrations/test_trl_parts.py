@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_replay as mr
+from moe_replay.integrations.trl_generation import GenerationWatch
 from moe_replay.integrations.trl_passes import ReplayMetrics, RoutedSample, batch_layout, rollout_logprobs
+from tests.integrations.trl_tiny import model
 
 LAYERS = (1, 3)
 TOPOLOGY = mr.MoeTopology(4, tuple(mr.routes.MoeLayer(layer, 4, 2) for layer in LAYERS))
@@ -37,6 +39,50 @@ def test_a_layout_is_what_trl_pads(parts: list[tuple[int, int]], left: int, righ
 def test_a_sample_that_does_not_fit_is_refused(prompt_width: int, width: int) -> None:
     with pytest.raises(mr.errors.LayoutError, match=r"does not fit .*sample 1.* found 3 \+ 2 tokens"):
         batch_layout([RoutedSample((5, 6), 1), RoutedSample((1, 2, 3, 4, 5), 3)], prompt_width, width)
+
+
+def test_passes_of_a_finished_rank_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ZeRO-3 or FSDP a rank goes on calling the model until all others have their samples too."""
+    policy = model(use_cache=True).eval()
+    replay = mr.attach(policy)
+    prompts = [[3, 4, 5], [6, 7]]
+
+    def drawn(passes_of_others: int) -> tuple[int, list[RoutedSample]]:
+        others = iter([True] * passes_of_others)
+        monkeypatch.setattr(policy, "_has_unfinished_sequences", lambda done, *_, **__: not done or next(others, False))
+        watch = GenerationWatch(policy, replay, 0.7)
+        torch.manual_seed(0)
+        with watch.watching():
+            ids = policy.generate(
+                input_ids=torch.tensor([[3, 4, 5], [0, 6, 7]]),
+                attention_mask=torch.tensor([[1, 1, 1], [0, 1, 1]]),
+                max_new_tokens=5,
+                do_sample=True,
+                eos_token_id=100,
+                synced_gpus=True,
+            )[:, 3:]
+        return len(watch._fed), watch.samples(prompts, [ids[0].tolist(), ids[1, :3].tolist()], 0)
+
+    (passes, alone), (more, waited) = drawn(0), drawn(3)
+    assert (passes, more) == (5, 8)
+    for one, other in zip(alone, waited, strict=True):
+        assert one.trace is not None
+        assert other.trace is not None
+        assert other.token_ids == one.token_ids
+        assert other.logprobs == one.logprobs
+        np.testing.assert_array_equal(other.trace.routed_experts, one.trace.routed_experts)
+        np.testing.assert_array_equal(other.trace.valid, one.trace.valid)
+
+
+def test_passes_with_other_tokens_than_the_last_are_refused() -> None:
+    policy = model().eval()
+    watch = GenerationWatch(policy, None, 1.0)
+    with watch.watching(), torch.no_grad():
+        for ids in ([[3, 4]], [[5]], [[6]], [[7]]):
+            policy(input_ids=torch.tensor(ids))
+    assert [s.token_ids for s in watch.samples([[3, 4]], [[5, 6, 7]], 0)] == [(3, 4, 5, 6, 7)]
+    with pytest.raises(mr.errors.AlignmentError, match="fed other tokens than it returned"):
+        watch.samples([[3, 4]], [[5]], 0)
 
 
 def routes(seed: int, rows: int, valid: list[bool]) -> tuple[mr.RouteBatch, torch.Tensor]:

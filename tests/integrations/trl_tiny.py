@@ -83,20 +83,29 @@ def trainer_class(plain: bool = False) -> type:
     return Trainer
 
 
+ARGUMENTS = (
+    "engine",
+    "rollout_func",
+    "peft_config",
+    "callbacks",
+    "reward_funcs",
+    "train_dataset",
+    "processing_class",
+    "tools",
+    "environment_factory",
+)
+
+
 def make(folder: Path | str, replay: str | None = "r3", policy: Any = None, **options: Any) -> Any:
     """A trainer; `replay=None` is TRL's own. Options that are not the trainer's are TRL's settings."""
-    ours = {
-        name: options.pop(name) for name in ("engine", "rollout_func", "peft_config", "callbacks") if name in options
-    }
+    ours = {"reward_funcs": reward, "train_dataset": prompts(), "processing_class": tokenizer()}
+    ours |= {name: options.pop(name) for name in ARGUMENTS if name in options}
     if replay is not None:
         ours["replay"] = replay
     return trainer_class(plain=replay is None)(
         model=policy or model(),
-        reward_funcs=reward,
         args=settings(folder, **options),
-        train_dataset=prompts(),
         eval_dataset=options.pop("evaluate", None),
-        processing_class=tokenizer(),
         **ours,
     )
 

@@ -162,7 +162,7 @@ class RouterReplayMixin(_Trainer):
         if self.rollout_func is not None:
             traces = extra_fields.pop(ROUTES, None)  # TRL passes extra fields to the reward functions
             self._samples = self._from_rollout_func(prompt_ids, completion_ids, logprobs, traces)
-        elif not self._samples:  # neither an engine nor TRL's own generate filled them
+        elif not self._samples:  # neither an engine nor a single call of TRL's own generate filled them
             self._samples = _plain_samples(prompt_ids, completion_ids, logprobs)
         return result
 
@@ -190,7 +190,8 @@ class RouterReplayMixin(_Trainer):
         return [replace(sample, trace=trace) for sample, trace in zip(samples, traces, strict=True)]
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._samples is None or self.use_vllm or self.use_transformers_continuous_batching:
+        # In TRL's tool loop a call is for a part of the samples, with prompts that hold their first turns.
+        if self._samples is None or self.tools or self.use_vllm or self.use_transformers_continuous_batching:
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
             if self._samples is not None and self._engine is not None:
                 self._samples = self._engine.samples
@@ -276,6 +277,11 @@ def _check_settings(arguments: Mapping[str, Any], replay: str, engine: Engine | 
         (engine_only and own_rollout, "both an engine and a rollout_func", "Give one of them"),
         (engine_only and (vllm or continuous), "both an engine and a backend of TRL's own", "Leave out use_..."),
         (engine_only and filters, "min_p, repetition_penalty or generation_kwargs with an engine", "Leave them out"),
+        (
+            engine_only and tools,
+            "both an engine and TRL's tool loop, which samples with a backend of TRL's own",
+            "Run the turns in a rollout_func that keeps its engine up to date; with r2 or off, leave out the engine",
+        ),
         (
             routes and vllm,
             "TRL's own vLLM returns no routes",

@@ -81,18 +81,23 @@ class GenerationWatch:
     def samples(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> list[RoutedSample]:
-        """Return the samples with log-probs and, if recorded, routes; the last token of each was never fed."""
+        """Return the samples with log-probs and, if recorded, routes; the last token of each was never fed.
+
+        With ZeRO-3 or FSDP a rank that has its samples feeds their last column until the other ranks have theirs.
+        """
         fed = torch.cat(self._fed, dim=1)
         width = self._fed[0].shape[1]
         drawn = max(map(len, completions))
-        if fed.shape != (len(prompts), width + drawn - 1):
+        last = torch.tensor([ids[-1] for ids in completions], device=fed.device)
+        longest = [row for row, ids in enumerate(completions) if len(ids) == drawn]
+        fed, repeated = fed.tensor_split([width + drawn - 1], dim=1)
+        if fed.shape != (len(prompts), width + drawn - 1) or not (repeated == last[:, None])[longest].all():
             raise AlignmentError(
                 "generation fed other tokens than it returned",
-                expected=f"({len(prompts)}, {width} + {drawn - 1}) token ids",
-                found=tuple(fed.shape),
+                expected=f"({len(prompts)}, {width} + {drawn - 1}) token ids, then none but the last",
+                found=f"({fed.shape[0]}, {fed.shape[1]} + {repeated.shape[1]})",
                 remedy="Beam search is not supported here",
             )
-        last = torch.tensor([ids[-1] for ids in completions], device=fed.device)
         logprobs = torch.stack([*self._logprobs, self._of(last)], dim=1).cpu()
         samples = [
             RoutedSample((*prompt, *completion), len(prompt), logprobs=logprobs[row, : len(completion)].tolist())
@@ -111,17 +116,17 @@ class GenerationWatch:
         if self.replay is None or self._recording is None:
             return [None] * len(samples)
         passes = self._recording.passes()
-        routed_experts = {layer: self._columns(passes, layer) for layer in self.replay.layers}
+        routed_experts = {layer: self._columns(passes, layer, fed.shape[1]) for layer in self.replay.layers}
         traces = RouteBatch.recorded(routed_experts, self.replay.topology, fed).to_traces(ids, layout, weight_version)
         return [trace.append_tokens(s.token_ids[-1:]) for trace, s in zip(traces, samples, strict=True)]
 
-    def _columns(self, passes: Sequence[RouteBatch], layer: int) -> Tensor:
+    def _columns(self, passes: Sequence[RouteBatch], layer: int, columns: int) -> Tensor:
         """Return (B * columns, K): of each pass the columns that were new in it."""
         by_pass = [
             routes.layer(layer)[0].unflatten(0, (fed.shape[0], -1))[:, -fed.shape[1] :]
             for routes, fed in zip(passes, self._fed, strict=True)
         ]
-        return torch.cat(by_pass, dim=1).flatten(0, 1)
+        return torch.cat(by_pass, dim=1)[:, :columns].flatten(0, 1)
 
 
 class EngineGeneration:
