@@ -41,6 +41,19 @@ def test_nothing_is_paired_in_an_update_without_a_comparison(metrics) -> None:
     assert not {"moe_replay/k3_native", "moe_replay/k3_paired"} & set(found)
 
 
+@pytest.mark.parametrize(("check_every", "expected"), [(0, 0), (1, 40), (2, 20), (3, 14), (10, 4)])
+def test_updates_are_checked_and_report_whatever_passes_stand_between_them(check_every, expected) -> None:
+    topology = mr.MoeTopology.from_config(tiny_qwen3_moe().config)
+    settings = ReplaySettings(mode="R3", check_every=check_every)
+    metrics = StepMetrics(topology, torch.device("cpu"), settings)
+    checked = reported = 0
+    for _ in range(40):  # steps of an old-log-prob pass and an update
+        metrics.finish(is_update=False)
+        checked += metrics.checks(is_update=True)
+        reported += "moe_replay/evidence" in metrics.finish(is_update=True)
+    assert checked == reported == expected
+
+
 def test_samples_without_routes_are_counted(metrics) -> None:
     metrics.add_samples([True, False, False])
     metrics.add_samples([True, True])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,12 +51,23 @@ def rollout(model) -> Rollout:
 
 
 @pytest.fixture(params=GUARDS)
-def engine(model, request, monkeypatch) -> Iterator[Any]:
+def engine_of(model, request, monkeypatch) -> Iterator[Callable[[str], Any]]:
     monkeypatch.setenv("MOE_REPLAY_GUARD", request.param)
-    made = make_engine(*model)
+    engines: list[Any] = []
+
+    def made(mode: str) -> Any:
+        engines.append(make_engine(*model, mode))
+        return engines[-1]
+
     yield made
-    if made._guard is not None and made._guard.controller is not None:
-        made._guard.controller.detach()
+    for engine in engines:
+        if engine._guard is not None and engine._guard.controller is not None:
+            engine._guard.controller.detach()
+
+
+@pytest.fixture
+def engine(engine_of) -> Any:
+    return engine_of("R3")
 
 
 def test_healthy_routes_pass_and_are_reported(engine, rollout) -> None:
@@ -84,6 +97,56 @@ def test_both_replay_the_same(model, rollout, monkeypatch) -> None:
 def test_a_fault_in_the_batch_stops_the_run_by_name(engine, rollout, fault) -> None:
     with pytest.raises(mr.MoeReplayError, match=FAULTS[fault]):
         update(engine, batch(rollout, getattr(verl_cpu, fault)(rollout)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "run", "remedy"),
+    [
+        ("R3", forward, "enable_rollout_routing_replay=True"),
+        ("R3", update, "enable_rollout_routing_replay=True"),
+        ("R2", update, "bypass_mode=False"),
+    ],
+)
+def test_a_batch_without_routes_is_refused(engine_of, rollout, mode, run, remedy) -> None:
+    with pytest.raises(HostError, match=rf"mode is {mode}, and the batch has no routes.*{remedy}"):
+        run(engine_of(mode), batch(rollout, None))
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_the_actor_without_its_adapters_routes_natively(engine_of, rollout, mode) -> None:
+    from verl.utils import tensordict_utils
+
+    engine = engine_of(mode)
+    engine.peft_cls = SimpleNamespace(disable_adapter=lambda module: nullcontext())
+    routes = rollout.routed_experts if mode == "R3" else None
+
+    def score(**settings: Any) -> dict[str, Any]:
+        data = batch(rollout, routes)
+        tensordict_utils.assign_non_tensor(data, **settings)
+        return forward(engine, data)["model_output"]
+
+    native = score(enable_routing_replay=False)["log_probs"].values()
+    for _ in range(2):  # before the first pass that replays or records, and after it
+        with engine.disable_adapter():
+            reference = score()
+        assert "routed_experts" not in reference
+        torch.testing.assert_close(reference["log_probs"].values(), native, atol=0, rtol=0)
+        actor = score()
+        assert ("routed_experts" in actor) == (mode == "R2")
+        assert torch.equal(actor["log_probs"].values(), native) == (mode == "R2")
+
+
+@only_where_fixed
+def test_fix_replays_where_verl_pads_to_a_length(model, rollout, monkeypatch) -> None:
+    monkeypatch.setenv("MOE_REPLAY_GUARD", "fix")
+    found = []
+    for bucket in (None, 64):
+        made = make_engine(*model)
+        made.engine_config.pad_to_length, made.engine_config.pad_to_length_bucket = bucket is not None, bucket
+        log_probs = forward(made, batch(rollout, rollout.routed_experts))["model_output"]["log_probs"].unbind()
+        made._guard.controller.detach()
+        found.append(torch.cat([sample[:-1] for sample in log_probs]))  # the last token predicts padding
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
 
 
 def test_swapped_samples_stop_the_run(engine, model) -> None:

@@ -213,17 +213,23 @@ def batch(rollout: Rollout, routed_experts: torch.Tensor | None, **further: Any)
     return data
 
 
+def _forget_replay() -> None:
+    """Let verl's replay start from nothing, also after a stop."""
+    from verl.utils.megatron.router_replay_patch import RouterReplay
+
+    RouterReplay.clear_global_indices()
+    RouterReplay.clear_global_router_replay_action()
+
+
 def forward(engine: Any, data: Any) -> Any:
+    _forget_replay()
     with torch.no_grad():
         return engine.forward_backward_batch(data, None, forward_only=True)
 
 
 def update(engine: Any, data: Any) -> Any:
-    """Forward and backward; verl's replay starts from nothing, also after a stop."""
-    from verl.utils.megatron.router_replay_patch import RouterReplay
-
-    RouterReplay.clear_global_indices()
-    RouterReplay.clear_global_router_replay_action()
+    """Forward and backward."""
+    _forget_replay()
     for chunk in engine.module:
         chunk.zero_grad()
     return engine.forward_backward_batch(data, verl_cpu.loss, forward_only=False)

@@ -111,7 +111,7 @@ class ReplaySettings:
     """Settings of a run, from the trainer's own where it passes them on, else from MOE_REPLAY_<NAME>.
 
     mode              disabled, R2 or R3
-    check_every       passes between two alignment checks; 0: none
+    check_every       old-log-prob passes, and apart from them updates, from one alignment check to the next; 0: none
     compare_every     updates between two forwards of one micro-batch without replay, for k3_native; 0: none
     on_misalignment   stop or warn
     guard             what is done about a trainer's own replay: check it, or fix it by ours

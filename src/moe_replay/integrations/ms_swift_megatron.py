@@ -320,7 +320,8 @@ def _guarded_update(original: Method) -> Method:
             return original(self, iter([guard.inputs(data)]), model)
 
         expected = guard.expected(traces, batch.layout, chunk)
-        result, native = guard.follow(run, self, chunk, expected, batch.ids, observes=guard.metrics.checks)
+        observes = guard.metrics.checks(is_update=True)
+        result, native = guard.follow(run, self, chunk, expected, batch.ids, observes=observes)
         guard.metrics.add_routes(expected, native, batch.layout, batch.sampled(grpo_batch.completion_mask))
         guard.metrics.add_samples([not trace.covered_fraction for trace in traces])
         _add_logprobs(guard, grpo_batch, result[0])

@@ -38,13 +38,13 @@ class StepMetrics:
         self._alignment = AlignmentCheck(topology, device, on_misalignment=settings.on_misalignment)
         self._settings = settings
         self._compared: Tensor | None = None  # log-probs of the rollout in the micro-batch that ran without replay too
-        self._passes = 0
+        self._scorings = 0
         self._updates = 0
 
-    @property
-    def checks(self) -> bool:
-        """Whether the routes of this pass are compared with native ones."""
-        return self._settings.check_every > 0 and self._passes % self._settings.check_every == 0
+    def checks(self, *, is_update: bool) -> bool:
+        """Whether the routes of this pass are compared with native ones. Counted apart: only updates report."""
+        done = self._updates if is_update else self._scorings
+        return self._settings.check_every > 0 and done % self._settings.check_every == 0
 
     @property
     def compares(self) -> bool:
@@ -58,7 +58,7 @@ class StepMetrics:
         self._sums.add_coverage(replayed, layout, replayed=True)
         if native is not None:
             self._sums.add_agreement(replayed, native)
-            self._alignment.add(native, replayed, layout, self._passes, sampled)
+            self._alignment.add(native, replayed, layout, self._scorings + self._updates, sampled)
 
     def add_samples(self, without_routes: Sequence[bool]) -> None:
         """Count the samples of a micro-batch that have no routes at all."""
@@ -83,15 +83,16 @@ class StepMetrics:
         report_tokens   whether samples and log-probs of this rank count: only one of the ranks that share them may
         """
         metrics: dict[str, float] = {}
-        if self.checks:
+        if self.checks(is_update=is_update):
             verdict = self._alignment.check()
             metrics["evidence"] = round(self._alignment.evidence, 2)
             if verdict.status != "unclear":
                 metrics["aligned"] = verdict.metric
-        self._passes += 1
         if is_update:
             metrics |= self._reduced(report_tokens)
             self._updates += 1
+        else:
+            self._scorings += 1
         self._sums.clear()
         self._compared = None
         return {PREFIX + name: value for name, value in metrics.items()}

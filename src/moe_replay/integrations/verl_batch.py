@@ -63,6 +63,21 @@ class WithoutReplay(_Engine):
         super().__init__(model_config, engine_config, *args, **kwargs)
 
 
+class KnowsReference(_Engine):
+    """What is added to an engine of verl that replays: whether it is the reference now, the actor without adapters."""
+
+    _is_reference = False
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        with super().disable_adapter():
+            self._is_reference = True
+            try:
+                yield
+            finally:
+                self._is_reference = False
+
+
 def compute_device() -> torch.device:
     """Return the device that verl computes on in this process."""
     from verl.utils.device import get_device_id, get_device_name
@@ -71,8 +86,19 @@ def compute_device() -> torch.device:
     return torch.device(get_device_name(), device) if isinstance(device, int) else torch.device(device)
 
 
-def read_traces(data: Any, topology: MoeTopology) -> list[RouteTrace]:
+def read_traces(data: Any, mode: str, topology: MoeTopology) -> list[RouteTrace]:
     """Return the routes of a batch; samples without a response may be without any."""
+    if data.get("routed_experts", None) is None:
+        remedy = {
+            "R2": "R2 needs verl's old-log-prob pass: set algorithm.rollout_correction.bypass_mode=False",
+            "R3": "Set actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+        }[mode]
+        raise HostError(
+            f"router_replay.mode is {mode}, and the batch has no routes",
+            expected="routed_experts",
+            found=", ".join(sorted(data.keys())),
+            remedy=remedy,
+        )
     may_be_empty = [not bool(mask.any()) for mask in response_masks(data)]
     return from_verl(data["routed_experts"], data["input_ids"], topology=topology, may_be_empty=may_be_empty)
 

@@ -7,8 +7,7 @@ one that is the actor without its adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
 from moe_replay.integrations import verl_batch
-from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
+from moe_replay.integrations.hosts import VERL, ReplaySettings
 from moe_replay.integrations.step_metrics import StepMetrics
 from moe_replay.interop import to_verl
 from moe_replay.replay.controller import RouterReplay, attach
@@ -45,11 +44,10 @@ def install(module: ModuleType) -> None:
     verl_batch.replace_engine(module.EngineRegistry, module.FSDPEngineWithLMHead, FsdpReplayMixin)
 
 
-class FsdpReplayMixin(_Engine):
+class FsdpReplayMixin(verl_batch.KnowsReference, _Engine):
     """What is added to verl's engine, where the model routes and `router_replay.mode` is R2 or R3."""
 
     _replay: RouterReplay | None = None
-    _is_reference = False  # while adapters are disabled
     _traces: list[RouteTrace] | None = None  # of the batch; None: this pass records
     _compares = False  # whether a micro-batch of this update runs without replay too
 
@@ -62,20 +60,13 @@ class FsdpReplayMixin(_Engine):
         self._replay = attach(_language_model(self.module))
         self._step_metrics = StepMetrics(self._replay.topology, verl_batch.compute_device(), settings)
 
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        with super().disable_adapter():
-            self._is_reference = True
-            try:
-                yield
-            finally:
-                self._is_reference = False
-
     def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
         if self._replay is None or self._is_reference:
             return super().forward_backward_batch(data, loss_function, forward_only)
-        with raise_on_all_ranks("reading the routes in verl's batch"):
-            self._traces = self._read_routes(data, forward_only)
+        mode, self._traces = self._replay_settings.mode, None
+        if mode == "R3" or not forward_only:
+            with raise_on_all_ranks("reading the routes in verl's batch"):
+                self._traces = verl_batch.read_traces(data, mode, self._controller.topology)
         self._compares = not forward_only and self._step_metrics.compares and "rollout_log_probs" in data
         routed_experts = data.pop("routed_experts", None)  # verl would only move them to the device
         try:
@@ -88,24 +79,6 @@ class FsdpReplayMixin(_Engine):
             metrics = self._step_metrics.finish(is_update=not forward_only, report_tokens=self._ulysses[0] == 0)
             output["metrics"] |= {} if forward_only else {name: [value] for name, value in metrics.items()}
         return output
-
-    def _read_routes(self, data: Any, forward_only: bool) -> list[RouteTrace] | None:
-        mode = self._replay_settings.mode
-        if mode == "R2" and forward_only:
-            return None
-        routed_experts = data.get("routed_experts", None)
-        if routed_experts is None:
-            remedy = {
-                "R2": "R2 needs verl's old-log-prob pass: set algorithm.rollout_correction.bypass_mode=False",
-                "R3": "Set actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
-            }[mode]
-            raise HostError(
-                f"router_replay.mode is {mode}, and the batch has no routes",
-                expected="routed_experts",
-                found=", ".join(sorted(data.keys())),
-                remedy=remedy,
-            )
-        return verl_batch.read_traces(data, self._controller.topology)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
         if verl_batch.SAMPLE not in micro_batch:
@@ -120,7 +93,7 @@ class FsdpReplayMixin(_Engine):
             verl_batch.add_logprobs(self._step_metrics, micro_batch, native_output["model_output"], replayed=False)
         traces = verl_batch.of_micro_batch(micro_batch, self._traces)
         batch = RouteBatch.from_traces(traces, layout, device=verl_batch.compute_device())
-        observes = self._step_metrics.checks
+        observes = self._step_metrics.checks(is_update=not forward_only)
         with self._controller.replay(batch, observe=observes) as replaying:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         native = replaying.native() if observes else None

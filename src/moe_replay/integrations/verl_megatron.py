@@ -39,6 +39,7 @@ PARAMETERS = {
         "logits_processor_func",
         "postprocess_micro_batch_func",
     ),
+    "MegatronEngineWithLMHead.disable_adapter": ("self",),
     "RouterReplay.get_replay_topk": ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"),
 }
 
@@ -51,21 +52,26 @@ def install(module: ModuleType) -> None:
     verl_batch.replace_engine(module.EngineRegistry, module.MegatronEngineWithLMHead, MegatronGuardMixin)
 
 
-class MegatronGuardMixin(_Engine):
+class MegatronGuardMixin(verl_batch.KnowsReference, _Engine):
     """What is added to verl's engine, where `router_replay.mode` is R2 or R3."""
 
     _guard: MegatronGuard | None = None
     _traces: list[RouteTrace] | None = None
+    _observes = False  # whether native choices of this pass are wanted
     _compares = False  # while a micro-batch of an update runs without replay too
 
     def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
         if not self._is_guarded(data):
             return super().forward_backward_batch(data, loss_function, forward_only)
+        if self._is_reference:
+            return self._without_replay(data, loss_function, forward_only)
         guard = self._guard = self._guard or MegatronGuard(self)
-        if data.get("routed_experts", None) is None:  # R2 records
+        mode = self.engine_config.router_replay.mode
+        if mode == "R2" and forward_only and data.get("routed_experts", None) is None:  # verl records
             return super().forward_backward_batch(data, loss_function, forward_only)
         with raise_on_all_ranks("reading the routes in verl's batch"):
-            self._traces = verl_batch.read_traces(data, guard.topology)
+            self._traces = verl_batch.read_traces(data, mode, guard.topology)
+        self._observes = guard.metrics.checks(is_update=not forward_only)
         if not forward_only and guard.metrics.compares and "rollout_log_probs" in data:
             self._forward_natively(data)
         with verl_batch.numbered(data):
@@ -83,13 +89,20 @@ class MegatronGuardMixin(_Engine):
         if not tensordict_utils.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
             count *= data["micro_batch_size_per_gpu"]
         first = tensordict_utils.index_select_tensor_dict(data, torch.arange(min(count, len(data))))
-        tensordict_utils.assign_non_tensor(first, enable_routing_replay=False)
         self._compares = True
         try:
-            with without_own_replay(self), torch.no_grad():
-                super().forward_backward_batch(first, None, True)
+            with torch.no_grad():
+                self._without_replay(first, None, True)
         finally:
             self._compares = False
+
+    def _without_replay(self, data: Any, loss_function: Callable | None, forward_only: bool) -> Any:
+        """Run verl's pass with its replay off: it asks the batch, the engine, and in 0.9.0 its routers."""
+        from verl.utils import tensordict_utils
+
+        tensordict_utils.assign_non_tensor(data, enable_routing_replay=False)
+        with without_own_replay(self):
+            return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _is_guarded(self, data: Any) -> bool:
         from verl.utils import tensordict_utils
@@ -114,7 +127,8 @@ class MegatronGuardMixin(_Engine):
             return result
         if verl_batch.SAMPLE in batch:
             assert self._traces is not None
-            return guard.follow_verl(run, self, batch, chunk, verl_batch.of_micro_batch(batch, self._traces))
+            traces = verl_batch.of_micro_batch(batch, self._traces)
+            return guard.follow_verl(run, self, batch, chunk, traces, observes=self._observes)
         return run() if guard.controller is None else guard.record_verl(run, self, batch, chunk)
 
 
@@ -128,16 +142,27 @@ class MegatronGuard(RouterGuard):
         self._config, chunks = engine.tf_config, unwrap_model(engine.module)
         with raise_on_all_ranks("checking verl's version"):
             _check_version(settings, chunks)
-        self._is_packed = bool(engine.engine_config.use_remove_padding)
+        packing = engine.engine_config
+        self._is_packed = bool(packing.use_remove_padding)
+        self._bucket = packing.pad_to_length_bucket if packing.pad_to_length else None  # verl's replay refuses it
         compares_ids = not hasattr(engine.model_config.hf_config, "vision_config")  # packed after the embedding
         device = verl_batch.compute_device()
         super().__init__("verl", chunks, settings, _routers, device, compares_ids=compares_ids)
 
-    def follow_verl(self, run: Callable[[], Any], engine: Any, batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
+    def follow_verl(
+        self,
+        run: Callable[[], Any],
+        engine: Any,
+        batch: Any,
+        chunk: Any,
+        traces: list[RouteTrace],
+        *,
+        observes: bool,
+    ) -> Any:
         """Run verl's forward of a micro-batch on the routes of its samples, and measure it."""
         layout = self._layout(batch)
         expected = self.expected(traces, layout, chunk)
-        result, native = self.follow(run, engine, chunk, expected, _token_ids(batch), observes=self.metrics.checks)
+        result, native = self.follow(run, engine, chunk, expected, _token_ids(batch), observes=observes)
         verl_batch.measure(self.metrics, batch, layout, traces, expected, native)
         self.add_logprobs(batch, result[0], replayed=True)
         return result
@@ -176,7 +201,12 @@ class MegatronGuard(RouterGuard):
             local = tensordict_utils.get_non_tensor_data(data=batch, key="local_cp_size", default=None)
             style = getattr(router_replay_utils, "_context_parallel_layout", lambda _: "zigzag")(self._config)
             packed, *_ = preprocess_thd_engine(
-                index, pre_process=True, use_fp8_padding=fp8, local_cp_size=local, cp_layout=style
+                index,
+                pre_process=True,
+                use_fp8_padding=fp8,
+                local_cp_size=local,
+                pad_to_length_bucket=self._bucket,
+                cp_layout=style,
             )
         else:
             width = tensordict_utils.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
