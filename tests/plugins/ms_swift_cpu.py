@@ -2,7 +2,7 @@
 
 Transformer Engine, which ms-swift imports and our model does not use, is a stand-in. Trainers are made without their
 constructor, as ms-swift's own loss on Ray does, and their loss and optimizer are ours. Everything that routes pass
-through is ms-swift's: collator, old-log-prob pass, update, `train_step`, and on Ray the loss.
+through is ms-swift's: collator, old-log-prob pass, update, `train_step`, and on Ray the loss and the scoring.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import os
 import sys
 import tempfile
 import types
+from contextlib import nullcontext
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 
 from tests.plugins import verl_megatron_cpu
+from tests.plugins.absent import Absent
 from tests.plugins.verl_cpu import PROMPT, Rollout, open_process_group
 
 MICRO_BATCH = 3
@@ -74,6 +77,9 @@ def on_cpu(*, plugin: bool = True) -> None:
     import megatron.core.optimizer
     import megatron.core.transformer.moe.router  # noqa: F401  these must find that there is no Transformer Engine
 
+    if find_spec("zmq") is None:  # workers on Ray import it to send weights
+        sys.modules["zmq"] = Absent("zmq")
+        sys.modules["zmq"].__spec__ = importlib.machinery.ModuleSpec("zmq", None, is_package=True)
     sys.meta_path.insert(0, _TransformerEngine())
     import megatron.core.extensions.transformer_engine as extensions
 
@@ -193,6 +199,18 @@ def on_ray(trainer: Any) -> Any:
     return trainer
 
 
+def worker_on_ray(trainer: Any, *, ref: Any = None, teacher: Any = None) -> Any:
+    """A worker on Ray that scores with this trainer; without `ref` the reference is the actor without its adapters."""
+    from swift.ray.megatron.megatron_worker import MegatronWorker
+
+    made = MegatronWorker.__new__(MegatronWorker)
+    made._megatron, made._args = trainer, trainer.args
+    made.actor = SimpleNamespace(null_ref_context=lambda: nullcontext(trainer.unwrapped_models))
+    made.ref = ref and SimpleNamespace(models=[ref])
+    made.teacher = teacher and SimpleNamespace(models=[teacher], loaded_context=nullcontext)
+    return made
+
+
 def keeps_ids_in_8_bits() -> bool:
     """Whether this release keeps the ids that R2 records in 8 bits, whatever the number of experts."""
     return metadata.version("ms-swift") in ("4.5.0", "4.5.1", "4.5.2")
@@ -233,6 +251,12 @@ def collated(trainer: Any, samples: list[Any]) -> list[dict[str, Any]]:
 def scored(trainer: Any, samples: list[Any]) -> list[dict[str, Any]]:
     """Micro-batches after the old-log-prob pass."""
     return [trainer._maybe_compute_logps(data) for data in collated(trainer, samples)]
+
+
+def step(trainer: Any, samples: list[Any]) -> dict[str, float]:
+    """One update as off Ray, where the old-log-prob pass is a part of `train_step`: its metrics."""
+    trainer._replace_data_iterator = lambda batches: iter([trainer._maybe_compute_logps(data) for data in batches])
+    return update(trainer, collated(trainer, samples))
 
 
 def update(trainer: Any, micro_batches: list[dict[str, Any]]) -> dict[str, float]:

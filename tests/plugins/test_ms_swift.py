@@ -22,7 +22,7 @@ from moe_replay.integrations.hosts import HostError
 from moe_replay.train.rollout.advantages import std_normalized, turn_factors
 from tests.distributed.harness import run_ranks
 from tests.plugins import ms_swift_cpu, verl_cpu, verl_megatron_cpu
-from tests.plugins.ms_swift_cpu import collated, make_trainer, on_ray, samples_of, scored, update
+from tests.plugins.ms_swift_cpu import collated, make_trainer, on_ray, samples_of, scored, step, update, worker_on_ray
 from tests.plugins.verl_cpu import Rollout
 
 FAULTS = {
@@ -65,7 +65,7 @@ def guard(request, monkeypatch) -> str:
 
 def test_healthy_routes_pass_and_are_reported(guard, model, rollout) -> None:
     trainer = make_trainer(model)
-    metrics = update(trainer, scored(trainer, samples_of(rollout, rollout.routed_experts)))
+    metrics = step(trainer, samples_of(rollout, rollout.routed_experts))
     assert metrics["moe_replay/aligned"] == 1
     assert 0.1 < metrics["moe_replay/agreement"] < 0.9
     assert metrics["moe_replay/covered"] > 0.9
@@ -73,6 +73,18 @@ def test_healthy_routes_pass_and_are_reported(guard, model, rollout) -> None:
     assert metrics["moe_replay/k3_native"] not in (0, metrics["moe_replay/k3_paired"])
     assert metrics["moe_replay/k3_paired"] > 0
     assert trainer.updates == [1]
+
+
+def test_an_evaluation_leaves_the_native_comparison_to_the_update(guard, model, rollout) -> None:
+    """ms-swift scores the samples of an evaluation too."""
+    samples = samples_of(rollout, rollout.routed_experts)
+    alone = step(make_trainer(model), samples)
+    trainer = make_trainer(model)
+    scored(trainer, samples[::-1])
+    assert trainer.moe_replay_native is None
+    assert step(trainer, samples) == alone
+    assert "moe_replay/k3_paired" in alone
+    assert trainer.moe_replay_native is None
 
 
 def test_both_replay_the_same(model, rollout, monkeypatch) -> None:
@@ -158,6 +170,31 @@ def test_layers_of_updates_on_ray_are_confused_by_ms_swift_and_fixed_by_us(model
     metrics = update(trainer, collated(trainer, samples_of(own, own.routed_experts)))
     assert metrics["moe_replay/aligned"] == 1
     assert metrics["moe_replay/agreement"] > 0.99
+
+
+@pytest.mark.parametrize("which", ["reference", "without_adapters", "teacher"])
+def test_reference_and_teacher_route_natively_on_ray(guard, model, rollout, which, monkeypatch) -> None:
+    """ms-swift sets the action of all routers of a worker for these passes too."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    instances = list(RouterReplay.global_router_replay_instances)
+    monkeypatch.setattr(RouterReplay, "global_router_replay_instances", instances)
+    other = model if which == "without_adapters" else verl_megatron_cpu.model_and_config()[0]
+    trainer = make_trainer(model)
+    batches = collated(trainer, samples_of(rollout, rollout.routed_experts))
+    worker = worker_on_ray(trainer, **{"reference": {"ref": other}, "teacher": {"teacher": other}}.get(which, {}))
+    kind = "teacher" if which == "teacher" else "ref"
+    key, compute = f"{kind}_per_token_logps", getattr(worker, f"compute_{kind}_logps")
+    trainer.enable_routing_replay = False
+    native = worker._compute_logps_micro_batches([dict(data) for data in batches], other, key)
+    trainer.enable_routing_replay = True
+    forwards: list[Any] = []
+    with model.register_forward_hook(lambda *_: forwards.append(1)):
+        policy = worker.compute_logps([dict(data) for data in batches])
+    assert len(forwards) == len(batches)  # none for a comparison
+    found = compute([dict(data) for data in batches])
+    assert all(torch.equal(ours[key], theirs[key]) for ours, theirs in zip(found, native, strict=True))
+    assert not torch.equal(policy[0]["per_token_logps"], found[0][key])
 
 
 def test_r2_of_more_than_256_experts_replays_what_it_recorded_or_stops(guard, model, monkeypatch) -> None:

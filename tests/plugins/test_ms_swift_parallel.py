@@ -15,6 +15,7 @@ pytest.importorskip("swift", reason="runs in the environment of `make test-plugi
 pytest.importorskip("megatron.core")
 
 from moe_replay.distributed.traces import merge_traces
+from moe_replay.integrations.hosts import HostError
 from tests.distributed.harness import RankError, run_ranks
 from tests.plugins import ms_swift_cpu, verl_cpu
 from tests.plugins.ms_swift_cpu import make_trainer, samples_of, scored, update
@@ -107,3 +108,21 @@ def test_what_ms_swift_confuses_on_one_rank_stops_it_there() -> None:
     named = r"rank 1 ----(.|\n)*moe-replay stops this run: ms-swift replays routes of other tokens or layers"
     with pytest.raises(RankError, match=named):
         run_ranks(2, on_broken_rank, LAYOUTS["tensor_sequence_expert"])
+
+
+def on_a_rank_of_two_layers() -> str:
+    """The first stage is the dense layer."""
+    ms_swift_cpu.on_cpu()
+    trainer = make_trainer(ms_swift_cpu.model_of_six_layers(layers=2, stages=2), mode="R2")
+    try:
+        scored(trainer, samples_of(Rollout(), None))
+    except HostError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_of_dense_layers_is_refused_on_every_rank() -> None:
+    named = "a pipeline stage without a router does not see ms-swift's replay"
+    for text in run_ranks(2, on_a_rank_of_two_layers):
+        assert named in text
+        assert "dense layers only in stages [0]" in text

@@ -8,3 +8,4 @@ from moe_replay.integrations.hosts import MS_SWIFT, after_import
 
 MS_SWIFT.check_version()
 after_import("swift.megatron.trainers.grpo_trainer", "moe_replay.integrations.ms_swift_megatron:install")
+after_import("swift.ray.megatron.megatron_worker", "moe_replay.integrations.ms_swift_megatron:install_on_ray")

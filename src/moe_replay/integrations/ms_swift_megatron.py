@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_replay.distributed.ranks import all_gather_json
 from moe_replay.integrations.hosts import MS_SWIFT, HostError, ReplaySettings, printed_before_raised
 from moe_replay.integrations.megatron_guard import RouterGuard, token_layout, without_own_replay
 from moe_replay.interop import from_ms_swift
@@ -38,6 +39,7 @@ PARAMETERS = {
     "RouterReplay.get_replay_topk": ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"),
 }
 PREPARE = {"prepare_batch": ("args", "data", "vp_stage")}
+WORKER = {"MegatronWorker._compute_logps": ("self", "model_inputs", "model", "output_key")}
 CALLBACK = "moe_replay"  # in ms-swift's --callbacks
 
 
@@ -55,6 +57,12 @@ def install(module: ModuleType) -> None:
     base.BaseMegatronTrainer.train_step = _judged(base.BaseMegatronTrainer.train_step)
     base.get_forward_backward_func = _judging(base.get_forward_backward_func)
     megatron_callbacks_map[CALLBACK] = _callback()
+
+
+def install_on_ray(module: ModuleType) -> None:
+    """Change the workers of ms-swift on Ray. `module` is swift.ray.megatron.megatron_worker."""
+    MS_SWIFT.check_parameters(module, WORKER)
+    module.MegatronWorker._compute_logps = _replaying_policy_only(module.MegatronWorker._compute_logps)
 
 
 def _callback() -> type:
@@ -95,6 +103,13 @@ class SwiftGuard(RouterGuard):
                 found=len(chunks),
                 remedy="Leave virtual pipeline stages out, or set router_replay_mode to disabled",
             )
+        if dense := _stages_without_routers(chunks[0]):
+            raise HostError(
+                "a pipeline stage without a router does not see ms-swift's replay, and would wait for other passes",
+                expected="a layer with experts in each pipeline stage",
+                found=f"dense layers only in stages {dense}",
+                remedy="Set decoder_first_pipeline_num_layers, or set router_replay_mode to disabled",
+            )
         device = next(chunks[0].parameters()).device
         settings = ReplaySettings.read({"mode": args.router_replay_mode})
         super().__init__("ms-swift", chunks, settings, _routers, device, compares_ids=not args.is_multimodal)
@@ -105,7 +120,12 @@ class SwiftGuard(RouterGuard):
         self._compared = False  # whether a micro-batch of this update has run without replay too
 
     def compares_next(self) -> bool:
-        """Return whether the next micro-batch of the old-log-prob pass runs without replay too: one of an update."""
+        """Return whether the next micro-batch of the old-log-prob pass runs without replay too: one of an update.
+
+        An evaluation is scored as well, and on Ray scoring is no part of updates: neither is compared.
+        """
+        if not self.is_updating:
+            return False
         compares = self.metrics.compares and not self._compared
         self._compared = True
         return compares
@@ -151,6 +171,14 @@ def language_model(model: Any) -> Any:
         if hasattr(module, "decoder") and hasattr(module, "pre_process"):
             return module
     raise HostError("no language model of Megatron-Core in this model", found=type(model).__name__)
+
+
+def _stages_without_routers(chunk: Any) -> list[int]:
+    """Return the pipeline stages whose layers are all dense. Collective: call on every stage."""
+    from megatron.core import parallel_state
+
+    counts = all_gather_json(len(_routers(chunk)), parallel_state.get_pipeline_model_parallel_group())
+    return [stage for stage, count in enumerate(counts) if not count]
 
 
 def _routers(chunk: Any) -> list[tuple[int, Any]]:
@@ -244,6 +272,7 @@ def _keeping_traces(original: Method) -> Method:
         result = original(self, batch, teacher_inputs)
         if self.moe_replay_native is not None:
             _add_native_logprobs(self, result["grpo_batch"], self.moe_replay_native)
+            self.moe_replay_native = None
         result["grpo_batch"].moe_replay_traces = self.moe_replay_traces
         return result
 
@@ -259,10 +288,9 @@ def _guarded_scoring(original: Method) -> Method:
     ) -> Any:
         from swift.megatron.utils import RouterReplayHelper
 
-        records = self.enable_routing_replay and RouterReplayHelper.is_r2_record_action(model.config)
-        replays = self.enable_routing_replay and RouterReplayHelper.is_replay_forward_action(model.config)
-        guard = guards.get(self) if records or replays else None
-        if guard is None:
+        guard = guards.get(self) if self.enable_routing_replay else None
+        records = guard is not None and RouterReplayHelper.is_r2_record_action(model.config)
+        if guard is None or not (records or RouterReplayHelper.is_replay_forward_action(model.config)):
             return original(self, model, data_iterator, no_grad, temperature)
         data, chunk = next(data_iterator), language_model(model)
 
@@ -285,6 +313,19 @@ def _guarded_scoring(original: Method) -> Method:
         return result
 
     return compute_per_token_logps
+
+
+def _replaying_policy_only(original: Method) -> Method:
+    """On Ray: ms-swift sets the routers' action for reference and teacher too, whose routes are not the rollout's."""
+
+    @wraps(original)
+    def _compute_logps(self: Any, model_inputs: dict[str, Any], model: Any, output_key: str) -> Any:
+        if output_key == "per_token_logps":
+            return original(self, model_inputs, model, output_key)
+        with without_own_replay(self._megatron):
+            return original(self, model_inputs, model, output_key)
+
+    return _compute_logps
 
 
 @contextmanager
