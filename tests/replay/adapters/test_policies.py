@@ -309,7 +309,7 @@ def test_a_plan_is_refused_with_a_margin_and_none_is_made() -> None:
     slots = [PlanSlot(layer, site.num_experts) for layer, site in replay.sites.items()]
     finished: list[Any] = []
 
-    def finish(plan: Any) -> Any:
+    def finish(plan: Any, _layers: Any) -> Any:
         finished.append(plan)
         return plan
 

@@ -175,7 +175,7 @@ def check_context_parallel(model: Any, size: int) -> None:
     """
     if size == 1:
         return
-    problem, name = _mask_problem(model) or _state_problem(model), model.config._attn_implementation
+    problem, name = _state_problem(model) or _mask_problem(model), model.config._attn_implementation
     if problem is None and name not in IMPLEMENTATIONS:
         problem = f"{name} is an attention of Transformers, which sees the columns of one rank"
     if problem is not None:
