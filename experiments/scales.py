@@ -11,7 +11,7 @@ from typing import Literal
 class Scale:
     """Model, pre-training and RL of one size of the study.
 
-    task             problems: `task.py`, or `long_task.py` with a vocabulary of its own
+    task             problems: `task.py`, or `long_task.py`, which trains its own tokenizer
     vocabulary       rows of the embedding; the most tokens of the tokenizer
     hidden, expert, layers, experts, top_k, heads   of the model; the first of its layers is dense
     context          positions of the model, and the longest sequence of the engine

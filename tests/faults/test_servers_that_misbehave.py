@@ -296,7 +296,7 @@ def test_a_command_goes_on_with_a_server_that_waits_for_weights(servers: Servers
 
 
 def test_a_server_whose_health_takes_longer_than_its_cooldown_comes_back(servers: Servers) -> None:
-    """Meanwhile the next request has begun a check of its own."""
+    """Meanwhile the next request has begun another check."""
     with servers.pool() as pool:
         member = pool._members[0]
 

@@ -30,7 +30,7 @@ def settings_of(variant: str, **changes: Any) -> dict[str, Any]:
 
 
 def test_rotary_settings_of_release_4_are_complete() -> None:
-    """Where release 5 has one dictionary, 4.57 has a factor of its own beside base and scaling."""
+    """Where release 5 has one dictionary, 4.57 has a separate factor beside base and scaling."""
     glm = SimpleNamespace(rope_theta=1e6, rope_scaling=None, partial_rotary_factor=0.5)
     assert rope_parameters(glm) == {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.5}
     scaled = SimpleNamespace(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0})
