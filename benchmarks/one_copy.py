@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of Qwen3-30B-A3B; 8")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, help="of a completion at most; 2048")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step, with 8 samples each")
     parser.add_argument("--targets", choices=TARGETS, help="of adapters; all, on a CPU attention")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="KV cache of vLLM")
     parser.add_argument("--offload", action="store_true", help="optimizer state and, while vLLM samples, adapters")
@@ -103,7 +104,7 @@ def settings(folder: Path, chosen: argparse.Namespace, *, one_copy: bool) -> Tra
             "data": {"path": str(folder / "train.jsonl"), "max_prompt_length": 512},
             "rollout": {
                 **{"engine": "vllm", "dtype": dtype, "lora": True, "sleep": True, "share_weights": one_copy},
-                "prompts_per_step": 2 if tiny else 16,
+                "prompts_per_step": 2 if tiny else chosen.prompts,
                 "num_generations": 4 if tiny else 8,
                 "max_tokens": 8 if tiny else chosen.tokens or 2048,
                 "probe_tolerance": 0.1,
@@ -183,7 +184,8 @@ def check(folder: Path, config: TrainConfig) -> None:
             torch.manual_seed(1)
             policy: Any = launch.open_backend(config, path, device, print, export if kind == "shared" else None)
             policies[kind] = policy
-            print(f"{kind}: {(allocated(device) - before) / GIB:.2f} GiB, ready in {time.monotonic() - began:.1f} s")
+            taken = time.monotonic() - began
+            print(f"{kind}: {(allocated(device) - before) / GIB:.2f} GiB, ready in {taken:.1f} s; {in_use(device)}")
         print(f"log-probs bit for bit the same: {same_logits(policies, device)}")
         base = policies["shared"].shared_base
         assert base is not None, "it was given the engine's weights"

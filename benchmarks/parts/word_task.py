@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts.random_weights import write_random_weights
 
 from moe_replay.utils.misc import text_of
 
@@ -25,18 +26,16 @@ def even_words(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> 
 def write_task(folder: Path, model: dict[str, Any], device: str, *, prompts: int = 128, words: int = 40) -> int:
     """Write `model` (random weights and a tokenizer of one word a token) and `train.jsonl`; return its parameters."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
     settings = {name: value for name, value in model.items() if name not in ("architectures", "model_type")}
-    dtype = getattr(torch, settings.pop("torch_dtype"))
-    config = Qwen3MoeConfig(**settings | {"bos_token_id": None, "pad_token_id": 0, "dtype": dtype})
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # in float32 first, a large model would not fit
-    with torch.device(device):
-        made = Qwen3MoeForCausalLM(config)
-    torch.set_default_dtype(before)
-    made.save_pretrained(folder / "model", max_shard_size="4GB")
+    config = Qwen3MoeConfig(
+        **settings | {"bos_token_id": None, "pad_token_id": 0, "dtype": settings.pop("torch_dtype")},
+        architectures=model["architectures"],
+    )
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder / "model")
+    parameters = write_random_weights(folder / "model", config, torch.device(device))
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}  # no words: they are split off first
     names = [*special.values(), *(f"w{i}" for i in range(len(special), config.vocab_size))]
     vocabulary = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
@@ -48,4 +47,4 @@ def write_task(folder: Path, model: dict[str, Any], device: str, *, prompts: int
         {"prompt": " ".join(f"w{draw.randrange(3, config.vocab_size)}" for _ in range(words))} for _ in range(prompts)
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return sum(parameter.numel() for parameter in made.parameters())
+    return parameters
