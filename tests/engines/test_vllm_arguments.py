@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
-from moe_replay.engines.base import StartRequest
+from moe_replay.engines.base import LoraSpec, StartRequest
 from moe_replay.engines.vllm.arguments import batch_options, engine_arguments, graph_sizes
 from moe_replay.errors import EngineName, EngineOptionError
 from tests.engines.tiny import tiny_model
@@ -62,3 +63,15 @@ def test_batches_are_as_large_as_those_of_a_run(
     defaults = {UsageContext.LLM_CLASS: 256}
     monkeypatch.setattr(AsyncEngineArgs, "get_batch_defaults", lambda world: ({}, defaults))
     assert batch_options(StartRequest(model="m", max_sequences=sequences, options=options)) == expected
+
+
+def test_one_set_of_graphs_serves_an_engine_whose_requests_all_have_the_adapter(tmp_path: Path) -> None:
+    tiny_model("mixtral").config.save_pretrained(tmp_path)
+    request = StartRequest(model=str(tmp_path), max_sequences=8, lora=LoraSpec(16, ("q_proj",)))
+    found = batch_options(request)
+    assert found["compilation_config"] == {"cudagraph_specialize_lora": False}
+    assert found["cudagraph_capture_sizes"] == graph_sizes(8)
+    arguments = engine_arguments(ENGINE, str(tmp_path), "kv_slot", found)
+    assert arguments.compilation_config.cudagraph_specialize_lora is False
+    given = {"compilation_config": {"mode": 0}}
+    assert "compilation_config" not in batch_options(dataclasses.replace(request, options=given))

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from moe_replay.engines.base import LoraSpec, StartRequest
 from moe_replay.engines.server.app import build_app
 from moe_replay.engines.server.client import start as connect_to_servers
+from moe_replay.engines.vllm.lora import AdapterSlot
 from moe_replay.errors import EngineError, EngineOptionError
 from moe_replay.records import SamplingParams
 from moe_replay.train.backends import lora
@@ -105,6 +107,16 @@ def test_the_adapter_alone_makes_the_policy(engine: Any, demo_files: Any) -> Non
     assert (np.sort(routes[0]) != np.sort(routes[1])).any()
     engine.update_adapter(adapter_of(second), 2, probe(second), weights_id="two")
     assert_samples_are_of(second, engine, 2, "two")
+
+
+def test_adapters_are_written_in_the_type_that_vllm_computes_them_in(demo_files: Any, tmp_path: Path) -> None:
+    """As vLLM itself rounds them: half the bytes of float32, the same values."""
+    slot = AdapterSlot(tmp_path)
+    slot.dtype = torch.bfloat16
+    given = dict(adapter_of(adapted(demo_files, 1)).tensors)
+    written = load_file(slot.write(adapter_of(adapted(demo_files, 1))) / "adapter_model.safetensors")
+    assert written.keys() == given.keys()
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in given.items())
 
 
 def test_a_server_takes_the_adapter_alone(engine: Any, demo_files: Any) -> None:

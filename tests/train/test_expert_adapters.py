@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,3 +107,41 @@ def test_compiled_experts_compute_the_same(in_float64: None) -> None:
     module.forward = torch.compile(module.forward, backend="aot_eager", dynamic=True)
     for name, value in outcome(model).items():
         torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.slow
+def test_compiled_code_gives_grouped_gemms_a_layout_that_gpus_take() -> None:
+    """A compiler leaves out `contiguous()`: the GEMM then gets weights whose experts are the fastest axis, and refuses."""
+    from torch._inductor.utils import run_and_get_code
+
+    experts, rank, width, out = 4, 8, 16, 32
+    wrapper: Any = SimpleNamespace(
+        disable_adapters=False,
+        active_adapters=["a"],
+        num_experts=experts,
+        lora_A={"a": torch.nn.Linear(width, experts * rank, bias=False, dtype=torch.bfloat16)},
+        lora_B={"a": torch.nn.Linear(experts * rank, out, bias=False, dtype=torch.bfloat16)},
+        scaling={"a": 2.0},
+    )
+    module = SimpleNamespace(expert_adapters={"up": wrapper})
+    rows, offsets = torch.randn(12, width).bfloat16(), torch.tensor([3, 6, 9, 12], dtype=torch.int32)
+    projected = torch.zeros(12, out, dtype=torch.bfloat16)
+
+    def run(projected: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+        return expert_adapters.with_adapter(projected, module, "up", rows, offsets)
+
+    with torch.no_grad():
+        found, (code,) = run_and_get_code(torch.compile(run), projected, rows, offsets)
+        torch.testing.assert_close(found, run(projected, rows, offsets))
+    calls = [line for line in code.splitlines() if "grouped_mm" in line and f"({experts}, {rank}, {out})" in line]
+    assert calls, "the second factor goes through a grouped GEMM"
+    assert all(f"({experts}, {rank}, {out}), ({rank * out}, 1, {rank})" in line for line in calls), calls
+
+
+def test_the_second_factor_by_expert_has_the_gradient_of_a_permutation() -> None:
+    up = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(expert_adapters._by_expert, (up, 4))
+    found = expert_adapters._by_expert(up, 4)
+    assert found.is_contiguous()
+    assert torch.equal(found, up.view(5, 3, 4).permute(2, 0, 1))
+    assert torch.autograd.gradcheck(lambda up: expert_adapters._by_expert(up, 4), (up,))

@@ -128,6 +128,8 @@ def batch_options(request: StartRequest) -> dict[str, Any]:
     defaults: dict[str, Any] = {"max_num_seqs": sequences}
     if not options.keys() & _GRAPH_OPTIONS:
         defaults["cudagraph_capture_sizes"] = graph_sizes(sequences)
+        if request.lora is not None:  # every request has the adapter: no second set of graphs for those without
+            defaults["compilation_config"] = {"cudagraph_specialize_lora": False}
     return {name: value for name, value in defaults.items() if name not in options}
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moe_replay.engines.base import LoraSpec
 from moe_replay.engines.vllm.release import on_cpu
@@ -46,10 +49,12 @@ class AdapterSlot:
 
     folder    where adapters are written for the workers
     request   vLLM's `LoRARequest` of the current adapter
+    dtype     that vLLM computes adapters in: they are written in it, half the bytes of float32
     """
 
     def __init__(self, folder: Path) -> None:
         self._parent = folder
+        self.dtype = torch.float32
         self._count = 0
         self.request: Any = None
 
@@ -57,7 +62,8 @@ class AdapterSlot:
         """Write an adapter for the workers; the previous one stays until `use`."""
         self._count += 1
         folder = self._parent / f"adapter-{self._count}"
-        write_adapter(adapter, folder)
+        tensors = ((name, tensor.to(self.dtype)) for name, tensor in adapter.tensors)
+        write_adapter(replace(adapter, tensors=tensors), folder)
         return folder
 
     def use(self, folder: Path) -> None:

@@ -35,8 +35,6 @@ def two_copies_because(config: Sections, ranks: int, device: str) -> str | None:
         return f"{ranks} ranks of the trainer shard them"
     if devices_per_engine(options) != 1:
         return f"the engine shards them over {devices_per_engine(options)} devices"
-    if device != "cpu" and "share_weights" not in rollout.model_fields_set:
-        return "not run on a GPU yet; set rollout.share_weights = true to try it"
     if device != "cpu" and not {*_SIZES} & options.keys():
         return "vLLM would start first and take the whole device; set rollout.options.kv_cache_memory_bytes to have one"
     return None

@@ -217,7 +217,7 @@ class RolloutConfig(Section):
     lora: bool = False
     """Send only the LoRA adapter to the engine instead of merged weights (vllm, rollout_server)."""
     share_weights: bool = True
-    """With lora and one rank: the trainer computes with the memory of vLLM's frozen weights; on a GPU if set."""
+    """With lora and one rank: the trainer computes with the memory of vLLM's frozen weights."""
     check_weights: bool = True
     """After each weight update, compare engine and trainer log-probs on a probe prompt."""
     probe_tolerance: Limit | None = Field(None, gt=0)

@@ -25,6 +25,8 @@ CONTEXT_BYTES = 2 * GIB
 """CUDA context, communication buffers and torch's unused cached memory in a trainer process."""
 SLEEPING_ENGINE_BYTES = 2 * GIB
 """A sleeping vLLM worker: context, workspaces, communication buffers."""
+ADAPTED_ENGINE_BYTES = 7 * GIB
+"""What a vLLM with adapters of experts holds besides while it is awake: graphs, activations (docs/gpu.md, the 48-layer model)."""
 VLLM_MEMORY_UTILIZATION = 0.92
 """vLLM's default for gpu_memory_utilization."""
 ROOM = 0.15
@@ -422,12 +424,16 @@ class _Engine:
         replicated = sizes.total - sizes.experts  # in each replica; experts are sharded over all replicas
         size = _BYTES.get(rollout.dtype, 2)
         weights = size * (replicas * replicated + sizes.experts) / gpus
-        adapters = 0.0
+        adapters = awake = 0.0
         if rollout.lora:
-            adapters = size * sizes.adapter_parameters(model.lora_rank, model.lora_target_modules, split=True) / gpus
+            lora = (model.lora_rank, model.lora_target_modules)
+            adapters = size * sizes.adapter_parameters(*lora, split=True) / gpus
+            if adapters * gpus > size * sizes.adapter_parameters(*lora):  # some are of experts
+                awake = ADAPTED_ENGINE_BYTES
         total = float(options.get("gpu_memory_utilization", VLLM_MEMORY_UTILIZATION)) * capacity
         if "kv_cache_memory_bytes" in options:
             total = weights + adapters + float(options["kv_cache_memory_bytes"]) + SLEEPING_ENGINE_BYTES
+            total += awake
         if weights > total:
             raise LayoutError(
                 "the engine's weights do not fit into its GPU memory",
