@@ -111,7 +111,7 @@ def test_compiled_experts_compute_the_same(in_float64: None) -> None:
 
 @pytest.mark.slow
 def test_compiled_code_gives_grouped_gemms_a_layout_that_gpus_take() -> None:
-    """A compiler leaves out `contiguous()`: the GEMM then gets weights whose experts are the fastest axis, and refuses."""
+    """A compiler leaves out `contiguous()`, and GPUs refuse weights that have the experts as their fastest axis."""
     from torch._inductor.utils import run_and_get_code
 
     experts, rank, width, out = 4, 8, 16, 32

@@ -26,7 +26,7 @@ CONTEXT_BYTES = 2 * GIB
 SLEEPING_ENGINE_BYTES = 2 * GIB
 """A sleeping vLLM worker: context, workspaces, communication buffers."""
 ADAPTED_ENGINE_BYTES = 7 * GIB
-"""What a vLLM with adapters of experts holds besides while it is awake: graphs, activations (docs/gpu.md, the 48-layer model)."""
+"""What a vLLM with adapters of experts holds besides while it is awake: graphs, activations (measured: docs/gpu.md)."""
 VLLM_MEMORY_UTILIZATION = 0.92
 """vLLM's default for gpu_memory_utilization."""
 ROOM = 0.15
