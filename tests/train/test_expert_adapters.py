@@ -110,11 +110,12 @@ def test_compiled_experts_compute_the_same(in_float64: None) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code_gives_grouped_gemms_a_layout_that_gpus_take() -> None:
+@pytest.mark.parametrize("rank", [8, 3])
+def test_compiled_code_gives_grouped_gemms_a_layout_that_gpus_take(rank: int) -> None:
     """A compiler leaves out `contiguous()`, and GPUs refuse weights that have the experts as their fastest axis."""
     from torch._inductor.utils import run_and_get_code
 
-    experts, rank, width, out = 4, 8, 16, 32
+    experts, width, out, padded = 4, 16, 32, 8
     wrapper: Any = SimpleNamespace(
         disable_adapters=False,
         active_adapters=["a"],
@@ -133,15 +134,17 @@ def test_compiled_code_gives_grouped_gemms_a_layout_that_gpus_take() -> None:
     with torch.no_grad():
         found, (code,) = run_and_get_code(torch.compile(run), projected, rows, offsets)
         torch.testing.assert_close(found, run(projected, rows, offsets))
-    calls = [line for line in code.splitlines() if "grouped_mm" in line and f"({experts}, {rank}, {out})" in line]
+    calls = [line for line in code.splitlines() if "grouped_mm" in line and f"({experts}, {padded}, {out})" in line]
     assert calls, "the second factor goes through a grouped GEMM"
-    assert all(f"({experts}, {rank}, {out}), ({rank * out}, 1, {rank})" in line for line in calls), calls
+    assert all(f"({experts}, {padded}, {out}), ({padded * out}, 1, {padded})" in line for line in calls), calls
 
 
-def test_the_second_factor_by_expert_has_the_gradient_of_a_permutation() -> None:
+@pytest.mark.parametrize("padding", [0, 2])
+def test_the_second_factor_by_expert_has_the_gradient_of_a_permutation(padding: int) -> None:
     up = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(expert_adapters._by_expert, (up, 4))
-    found = expert_adapters._by_expert(up, 4)
+    torch.library.opcheck(expert_adapters._by_expert, (up, 4, padding))
+    found = expert_adapters._by_expert(up, 4, padding)
     assert found.is_contiguous()
-    assert torch.equal(found, up.view(5, 3, 4).permute(2, 0, 1))
-    assert torch.autograd.gradcheck(lambda up: expert_adapters._by_expert(up, 4), (up,))
+    assert torch.equal(found[:, :, :3], up.view(5, 3, 4).permute(2, 0, 1))
+    assert not found[:, :, 3:].any()
+    assert torch.autograd.gradcheck(lambda up: expert_adapters._by_expert(up, 4, padding), (up,))

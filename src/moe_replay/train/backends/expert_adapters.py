@@ -56,33 +56,33 @@ def with_adapter(
     (adapter,) = wrapper.active_adapters
     down, up = wrapper.lora_A[adapter].weight.to(rows.dtype), wrapper.lora_B[adapter].weight.to(rows.dtype)
     down = down.view(wrapper.num_experts, -1, down.shape[-1])[shard]  # (E, r, in)
-    up = _by_expert(up, wrapper.num_experts)[shard]  # (E, out, r)
     padding = -down.shape[1] % (ALIGNMENT // rows.element_size())
-    down, up = pad(down, (0, 0, 0, padding)), pad(up, (0, padding))
+    down, up = pad(down, (0, 0, 0, padding)), _by_expert(up, wrapper.num_experts, padding)[shard]  # (E, out, r)
     inner = _grouped_linear(rows, down, offsets)
     return torch.add(projected, _grouped_linear(inner, up, offsets), alpha=wrapper.scaling[adapter])
 
 
 @torch.library.custom_op("moe_replay::by_expert", mutates_args=())
-def _by_expert(up: Tensor, num_experts: int) -> Tensor:
-    """Return (out, r * E) with the experts last as (E, out, r), contiguous.
+def _by_expert(up: Tensor, num_experts: int, padding: int) -> Tensor:
+    """Return (out, r * E) with the experts last as (E, out, r + padding), contiguous.
 
     An operator, since a compiler leaves out the copy, and grouped GEMMs refuse the layout without it.
     """
-    return up.view(up.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
+    return pad(up.view(up.shape[0], -1, num_experts).permute(2, 0, 1), (0, padding)).contiguous()
 
 
 @_by_expert.register_fake
-def _(up: Tensor, num_experts: int) -> Tensor:
-    return up.new_empty(num_experts, up.shape[0], up.shape[1] // num_experts)
+def _(up: Tensor, num_experts: int, padding: int) -> Tensor:
+    return up.new_empty(num_experts, up.shape[0], up.shape[1] // num_experts + padding)
 
 
-def _keep_number(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.num_experts = inputs[1]
+def _keep_padding(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+    ctx.padding = inputs[2]
 
 
-def _by_expert_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad.permute(1, 2, 0).reshape(grad.shape[1], -1), None
+def _by_expert_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    rank = grad.shape[2] - ctx.padding
+    return grad[:, :, :rank].permute(1, 2, 0).reshape(grad.shape[1], -1), None, None
 
 
-_by_expert.register_autograd(_by_expert_backward, setup_context=_keep_number)
+_by_expert.register_autograd(_by_expert_backward, setup_context=_keep_padding)
