@@ -81,11 +81,8 @@ def main() -> None:
 
 def measure(variant: str, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the median seconds of a scoring pass and of an update, and the peak of GPU memory."""
-    folder, device, (sequences, tokens, budget) = (
-        arguments.folder,
-        torch.device(arguments.device),
-        WORK[arguments.device],
-    )
+    folder, device = arguments.folder, torch.device(arguments.device)
+    sequences, tokens, budget = WORK[device.type]
     if variant == "peft":
         expert_adapters.move_adapters = lambda model: None
     config = config_of(

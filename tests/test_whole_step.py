@@ -51,6 +51,19 @@ def test_every_variant_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole_runs
+def test_adapters_of_experts_are_compared_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    path = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks/expert_adapters.py"), "--repeats", "1", "--kernels", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    for variant in ("grouped", "peft"):
+        assert f"| ms (calls) | {variant}, update |" in done.stdout
+    assert "peft / grouped, update: " in done.stdout
+
+
+@pytest.mark.whole_runs
 def test_turns_show_the_kernels_in_which_replay_differs(tmp_path: Path) -> None:
     """Under R3 no router of an update has to choose, in its forward or in its recomputation."""
     path = os.pathsep.join([str(ROOT / "src"), *sys.path])

@@ -1,4 +1,4 @@
-"""Random weights of a Qwen3-MoE, written layer by layer: the device holds one layer at a time, the host too."""
+"""A Qwen3-MoE with random weights, written layer by layer: the device holds one layer at a time, the host too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch import Tensor
 Shapes = dict[str, tuple[int, ...]]
 
 
-def write_random_weights(folder: Path, config: Any, device: torch.device) -> int:
-    """Write a shard for each layer, under the names of a checkpoint; return the number of parameters."""
+def write_random_model(folder: Path, config: Any, device: torch.device) -> int:
+    """Write the config and a shard for each layer, under the names of a checkpoint; return the number of parameters."""
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(folder)
     draw = torch.Generator(device).manual_seed(0)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype)
     shard_of: dict[str, str] = {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from parts.random_weights import write_random_model
 
 from moe_replay.records import FinishReason, Trajectory
 from moe_replay.replay.controller import RouterReplay, attach
@@ -19,7 +20,7 @@ from moe_replay.train.config.train_config import TrainConfig
 
 def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
     """Write a Qwen3-MoE, top 8, with random weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3MoeConfig
 
     settings = Qwen3MoeConfig(
         **sizes,
@@ -28,10 +29,7 @@ def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> No
         norm_topk_prob=True,
         dtype=getattr(torch, dtype_on(device)),
     )
-    torch.manual_seed(0)
-    with device:
-        model = Qwen3MoeForCausalLM(settings)
-    model.to(settings.dtype).save_pretrained(folder)
+    write_random_model(folder, settings, device)
 
 
 def dtype_on(device: torch.device) -> str:

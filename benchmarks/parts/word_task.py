@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.random_weights import write_random_weights
+from parts.random_weights import write_random_model
 
 from moe_replay.utils.misc import text_of
 
@@ -29,13 +29,9 @@ def write_task(folder: Path, model: dict[str, Any], device: str, *, prompts: int
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
 
     settings = {name: value for name, value in model.items() if name not in ("architectures", "model_type")}
-    config = Qwen3MoeConfig(
-        **settings | {"bos_token_id": None, "pad_token_id": 0, "dtype": settings.pop("torch_dtype")},
-        architectures=model["architectures"],
-    )
-    (folder / "model").mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder / "model")
-    parameters = write_random_weights(folder / "model", config, torch.device(device))
+    dtype = settings.pop("torch_dtype")
+    config = Qwen3MoeConfig(**settings | {"bos_token_id": None, "pad_token_id": 0, "dtype": dtype})
+    parameters = write_random_model(folder / "model", config, torch.device(device))
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}  # no words: they are split off first
     names = [*special.values(), *(f"w{i}" for i in range(len(special), config.vocab_size))]
     vocabulary = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))

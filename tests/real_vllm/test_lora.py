@@ -19,7 +19,6 @@ from torch import nn
 from moe_replay.engines.base import LoraSpec, StartRequest
 from moe_replay.engines.server.app import build_app
 from moe_replay.engines.server.client import start as connect_to_servers
-from moe_replay.engines.vllm.lora import AdapterSlot
 from moe_replay.errors import EngineError, EngineOptionError
 from moe_replay.records import SamplingParams
 from moe_replay.train.backends import lora
@@ -109,12 +108,15 @@ def test_the_adapter_alone_makes_the_policy(engine: Any, demo_files: Any) -> Non
     assert_samples_are_of(second, engine, 2, "two")
 
 
-def test_adapters_are_written_in_the_type_that_vllm_computes_them_in(demo_files: Any, tmp_path: Path) -> None:
+def test_adapters_are_written_in_the_type_that_vllm_computes_them_in(
+    engine: Any, demo_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As vLLM itself rounds them: half the bytes of float32, the same values."""
-    slot = AdapterSlot(tmp_path)
-    slot.dtype = torch.bfloat16
-    given = dict(adapter_of(adapted(demo_files, 1)).tensors)
-    written = load_file(slot.write(adapter_of(adapted(demo_files, 1))) / "adapter_model.safetensors")
+    policy = adapted(demo_files, 1)
+    monkeypatch.setattr(engine._llm.vllm_config.lora_config, "lora_dtype", torch.bfloat16)
+    engine.update_adapter(adapter_of(policy), 1)
+    written = load_file(Path(engine._adapter.request.lora_path, "adapter_model.safetensors"))
+    given = dict(adapter_of(policy).tensors)
     assert written.keys() == given.keys()
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in given.items())
 

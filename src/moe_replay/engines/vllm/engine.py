@@ -140,8 +140,6 @@ class VllmEngine(AsyncSampler, Engine):
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
         self.lora = supported_adapters(self._llm.vllm_config)
-        if self.lora is not None:
-            self._adapter.dtype = self._llm.vllm_config.lora_config.lora_dtype
         self._crashes_on_seeds = on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
         self._state = EngineState(str(self.name), weight_version)
         self._asleep: set[str] = set()  # parts of vLLM's memory
@@ -397,7 +395,7 @@ class VllmEngine(AsyncSampler, Engine):
         Needs `enable_lora=True`, and `max_lora_rank` for the rank of the adapter.
         """
         self._check_ready_for(adapter=True)
-        folder = self._adapter.write(adapter)
+        folder = self._adapter.write(adapter, self._llm.vllm_config.lora_config.lora_dtype)
         self._loop.run(self._begin_update())
         with self._barrier.open_on_error():
             self._adapter.use(folder)

@@ -49,20 +49,18 @@ class AdapterSlot:
 
     folder    where adapters are written for the workers
     request   vLLM's `LoRARequest` of the current adapter
-    dtype     that vLLM computes adapters in: they are written in it, half the bytes of float32
     """
 
     def __init__(self, folder: Path) -> None:
         self._parent = folder
-        self.dtype = torch.float32
         self._count = 0
         self.request: Any = None
 
-    def write(self, adapter: Adapter) -> Path:
-        """Write an adapter for the workers; the previous one stays until `use`."""
+    def write(self, adapter: Adapter, dtype: torch.dtype) -> Path:
+        """Write an adapter for the workers, in the type that they compute in; the previous one stays until `use`."""
         self._count += 1
         folder = self._parent / f"adapter-{self._count}"
-        tensors = ((name, tensor.to(self.dtype)) for name, tensor in adapter.tensors)
+        tensors = ((name, tensor.to(dtype)) for name, tensor in adapter.tensors)
         write_adapter(replace(adapter, tensors=tensors), folder)
         return folder
 
